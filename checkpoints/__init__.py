@@ -1,0 +1,1 @@
+"""Reading and writing model files: Hugging Face, Meta, GGUF and Orbax. No model code."""

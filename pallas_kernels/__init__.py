@@ -1,0 +1,1 @@
+"""Attention kernels over plain arrays. Their contents arrive with the kernels issue."""

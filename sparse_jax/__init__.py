@@ -1,0 +1,1 @@
+"""Llama-family models in JAX with sparse, compressed and tiered KV caches."""
