@@ -14,7 +14,7 @@ from checkpoints import keys
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_config import config_from_gguf
 from checkpoints.gguf_file import GGUFFile, read_header
-from checkpoints.gguf_quants import read_vector, read_tensor, unpermuted_rows, value_dtype
+from checkpoints.gguf_quants import read_tensor, read_vector, unpermuted_rows, value_dtype
 from checkpoints.raw import checked_dtype
 
 _ROPE_FREQS = "rope_freqs.weight"

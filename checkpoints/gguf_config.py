@@ -217,7 +217,7 @@ def llama3_scaling(
     The divisors depend on factor, original/low and original/high only, so low = 1 (every known
     model's) settles the rest: the factor is the largest divisor, and the share of each wavelength
     in between lies on a line in 1/wavelength. What comes out must give all divisors back within
-    the rounding of float32; CheckpointError if it doesn't, rather than a model that is nearly right.
+    the rounding of float32; CheckpointError if not, rather than a model that is nearly right.
     """
     found = np.asarray(divisors, np.float64).reshape(-1)
     fail = CheckpointError(

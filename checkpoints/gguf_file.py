@@ -127,7 +127,9 @@ class _Reader:
                 code = _SCALARS[item]
                 raw = self.raw(count * struct.calcsize("<" + code))
                 return list(struct.unpack(f"<{count}{code}", raw))
-            return [self.value(item) for _ in range(count)]
+            if item == _STRING:
+                return [self.string() for _ in range(count)]
+            kind = item  # arrays of arrays: allowed by the format, used by nothing
         raise CheckpointError(
             f"{self.path}: unknown value type {kind} in {self.what} (a damaged file, or a newer"
             " GGUF version)"
