@@ -1,0 +1,13 @@
+"""Cache methods, one a file, behind the protocol of `base.py`."""
+
+from sparse_jax.caches.base import (
+    Cache,
+    CacheMethod,
+    Projections,
+    Span,
+    empty_cache,
+    fork,
+)
+from sparse_jax.caches.dense import Dense
+
+__all__ = ["Cache", "CacheMethod", "Dense", "Projections", "Span", "empty_cache", "fork"]
