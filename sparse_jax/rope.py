@@ -153,10 +153,13 @@ def _dynamic(
         base = np.float32(rope.theta) * np.float32(stretch**power)
         return np.float32(1.0) / _powers(float(base), head_dim)
     _check_int32("length", length)
-    lengths = jnp.maximum(length, max_positions).astype(jnp.float32)
+    # Per length on the device: the plain frequencies, exact, times what the stretch takes off them.
+    # Raising the whole base to a power there would lose more bits.
+    lengths = jnp.maximum(length, max_positions).astype(jnp.float32)[..., None]
     stretch = rope.factor * lengths / max_positions - (rope.factor - 1)
-    base = jnp.where(length > max_positions, rope.theta * stretch**power, rope.theta)
-    return 1.0 / base[..., None] ** _exponents(head_dim)
+    slower = stretch ** (-power * _exponents(head_dim))
+    plain = np.float32(1.0) / _powers(rope.theta, head_dim)
+    return jnp.where(length[..., None] > max_positions, plain * slower, plain)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ model's config.json as transformers saves it) for the cases of `cases.py`, weigh
 /inv_freq float32 [D/2]). `smollm2`: `smollm2.npz`, described in `smollm2()`.
 All in float32 on the CPU with attn_implementation="eager".
 """
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 
 import argparse
 import copy
@@ -135,7 +135,7 @@ def smollm2(gguf: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="+", help="models, rope, smollm2 (then a path to the GGUF)")
     what = parser.parse_args().what
     warnings.simplefilter("ignore")  # transformers warns of deliberately odd configs
