@@ -121,7 +121,7 @@ def find_tensors(path: Path) -> list[RawTensor]:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     for name, file in listed.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise CheckpointError(
                 f"{index}: tensor {name!r} is listed in {file!r}, which is not a plain file name"
             )

@@ -211,8 +211,8 @@ def _embedding_axis(shards: list[dict[str, RawTensor]], meta: Mapping[str, Any],
     if len(shape) == 2 and shape[1] * len(shards) == dim:
         return 1
     raise CheckpointError(
-        f"{path}: {EMBEDDING!r} has shape {list(shape)} in each of {len(shards)} file(s), which "
-        f"makes no embedding of dim {dim!r}; a consolidated file may be missing"
+        f"{path}: {PARAMS} says dim = {dim!r} but {EMBEDDING!r} has shape {list(shape)} in each of "
+        f"{len(shards)} file(s); one of the two is wrong, or a consolidated file is missing"
     )
 
 
