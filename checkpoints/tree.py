@@ -56,10 +56,13 @@ def save(
     path = _absolute(path)
     check_destination(path, overwrite)
     _check_json(metadata)
-    described, arrays = [], {}
+    described: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, jax.Array] = {}
     for i, (place, leaf) in enumerate(tree_flatten_with_path(tree)[0]):
         name = keystr(place)
         array = _checked_leaf(name, leaf)
+        if name in described:
+            raise CheckpointError(f"two leaves are called {name}; their keys print the same")
         entry = {"path": name, "dtype": str(array.dtype), "shape": list(array.shape)}
         if all(isinstance(key, DictKey) and isinstance(key.key, str) for key in place):
             entry["keys"] = [key.key for key in place]
@@ -68,7 +71,7 @@ def save(
         if array.size:  # Orbax refuses empty arrays; their shape is all there is to them
             entry["stored"] = f"{i:05d}" + re.sub(r"[^A-Za-z0-9]+", "_", name)
             arrays[entry["stored"]] = _data(array)
-        described.append(entry)
+        described[name] = entry
 
     def fill(folder: Path) -> dict[str, Any]:
         if arrays:
@@ -78,7 +81,7 @@ def save(
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "metadata": metadata,
-            "leaves": described,
+            "leaves": list(described.values()),
         }
 
     write_directory(path, fill, overwrite=overwrite)
@@ -145,12 +148,10 @@ def restore(path: str | os.PathLike[str], target: Any) -> Any:
             return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding)
         array = arrays.pop(saved[name]["stored"])
         if _is_key(leaf.dtype):
-            array = jax.device_put(
-                jax.random.wrap_key_data(array, impl=saved[name]["key_impl"]), sharding
-            )
-        if (array.shape, array.dtype, array.sharding) != (leaf.shape, leaf.dtype, sharding):
-            raise AssertionError(f"{path}: leaf {name} came back as {array.aval}, {array.sharding}")
-        return array
+            array = jax.random.wrap_key_data(array, impl=saved[name]["key_impl"])
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise AssertionError(f"{path}: leaf {name} came back as {array.dtype}{array.shape}")
+        return array if array.sharding == sharding else jax.device_put(array, sharding)
 
     return tree_unflatten(treedef, [finish(keystr(place), leaf) for place, leaf in wanted])
 
@@ -247,6 +248,8 @@ def _check_json(metadata: Any) -> None:
 def _checked_leaf(name: str, leaf: Any) -> jax.Array:
     """The leaf as a jax array of the same bits."""
     if isinstance(leaf, np.ndarray | np.generic):
+        if not leaf.dtype.isnative:
+            raise CheckpointError(f"leaf {name} has dtype {leaf.dtype!r}, of another byte order")
         if leaf.dtype.name in _DTYPES and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             raise CheckpointError(
                 f"leaf {name} is a NumPy array of {leaf.dtype}, which JAX would cast; cast it "
@@ -273,6 +276,8 @@ def _checked_leaf(name: str, leaf: Any) -> jax.Array:
 
 def _check_structure(path: Path, saved: dict[str, Any], wanted: list[str]) -> None:
     faults = []
+    if len(set(wanted)) < len(wanted):
+        faults.append("two leaves of the target have the same name")
     if missing := sorted(set(wanted) - saved.keys()):
         faults.append(f"not in the checkpoint: {missing[0]} ({len(missing)} in all)")
     if unexpected := sorted(saved.keys() - set(wanted)):

@@ -136,6 +136,17 @@ def test_a_value_beyond_the_range_of_the_dtype_is_refused(tmp_path):
     read_hf(path, dtype=jnp.bfloat16)
 
 
+def test_progress(tmp_path, capfd):
+    config, params = read_hf(SHARDED)
+    write_hf(tmp_path / "model", config, params)
+    assert capfd.readouterr().err == ""
+    read_hf(tmp_path / "model", progress=True)
+    write_hf(tmp_path / "again", config, params, progress=True)
+    shown = capfd.readouterr().err
+    for text in ("reading model: 100%", "writing again: 100%", "107k/107k"):
+        assert text in shown
+
+
 # Tied or not, head present or absent: all right, or refused.
 
 

@@ -21,6 +21,8 @@ from checkpoints.meta import read_meta
 from checkpoints.meta_config import config_from_params
 from checkpoints.raw import place
 from checkpoints.torch_file import read_torch_header
+from sparse_jax.config import ModelConfig
+from sparse_jax.inference import forward
 
 HF, ONE, TWO = GOLDEN / "hf_sharded", GOLDEN / "meta_one", GOLDEN / "meta_two"
 PARAMS = json.loads((ONE / "params.json").read_text())
@@ -83,6 +85,17 @@ def test_the_tree_is_that_of_hugging_face(folder):
         assert config[name] == hf_config[name], name
 
 
+def test_logits_at_positions_0_1_and_50():
+    golden = np.load(GOLDEN / "meta_logits.npz")
+    config, params = read_meta(TWO, dtype=jnp.float32)
+    tokens, counts = jnp.asarray(golden["ids"])[None], jnp.array([51], jnp.int32)
+    logits = forward(params, tokens, counts, config=ModelConfig.from_hf(config))[0]
+    largest = np.abs(golden["logits"]).max()
+    for position in (0, 1, 50):
+        worst = np.abs(logits[position] - golden["logits"][position]).max()
+        assert worst <= 1e-5 * largest  # float32 sums in another order; 1e-6 measured
+
+
 def test_rows_of_a_head_by_hand():
     """Row 2i + b of a head in Meta's file is row i + b * D/2 here; D = 8, H = 8, K = 2."""
     state = meta_state()
@@ -130,7 +143,7 @@ def test_any_split_of_the_model(tmp_path, parts, embedding_axis):
     assert_same(read_meta(whole)[1], read_meta(many)[1])
 
 
-def test_dtypes(tmp_path):
+def test_dtypes():
     _, params = read_meta(ONE)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)

@@ -57,8 +57,9 @@ SPLIT = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w3": 0, "w2": 1, "output"
 
 def stored_shapes(config: dict) -> dict[str, list[int]]:
     config = copy.deepcopy(config)
-    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
@@ -158,8 +159,10 @@ def main() -> None:
         kind = name.split(".")[-2]
         axis = 0 if kind == "tok_embeddings" else SPLIT.get(kind)  # by vocabulary, as Llama 3
         for half, part in zip(halves, tensor.chunk(2, axis or 0), strict=True):
-            half[name] = tensor.clone() if axis is None else part.clone(
-                memory_format=torch.contiguous_format
+            half[name] = (
+                tensor.clone()
+                if axis is None
+                else part.clone(memory_format=torch.contiguous_format)
             )
     write_meta(HERE / "meta_two", halves)
 
