@@ -9,6 +9,7 @@ import numpy as np
 
 from sparse_jax.caches.base import Cache
 from sparse_jax.config import ModelConfig
+from sparse_jax.prompts import Padding
 
 
 def known(*values) -> bool:
@@ -16,13 +17,16 @@ def known(*values) -> bool:
     return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def check_tokens(tokens, counts, config: ModelConfig, *, allow_empty: bool) -> None:
+def check_tokens(
+    tokens, counts, config: ModelConfig, *, allow_empty: bool, padding: Padding = "right"
+) -> None:
     """Demands int32 tokens [B, T] in the vocabulary and int32 counts [B] with 0 <= counts <= T.
 
-    Only a row's first `counts` tokens are looked at: padding may hold any id.
+    Padding may hold any id.
 
     Args:
         allow_empty: whether a row may have no token.
+        padding: on which side of `tokens` the padding is.
 
     Raises:
         TypeError: not int32 arrays. ValueError: shapes, counts or ids are wrong.
@@ -41,13 +45,16 @@ def check_tokens(tokens, counts, config: ModelConfig, *, allow_empty: bool) -> N
         raise ValueError(f"counts has shape {counts.shape}; expected ({batch},), one a row")
     if not known(tokens, counts):
         return
+    if padding not in ("right", "left"):
+        raise ValueError(f"padding = {padding!r}; give 'right' or 'left'")
     ids, sizes = np.asarray(tokens), np.asarray(counts)
     for row in range(batch):
         if not 0 <= sizes[row] <= width:
             raise ValueError(f"counts[{row}] = {sizes[row]}; tokens has {width} columns")
         if sizes[row] == 0 and not allow_empty:
             raise ValueError(f"row {row}: the prompt is empty; give at least one token (BOS, say)")
-    check_ids(ids[np.arange(width) < sizes[:, None]], config)
+    column = np.arange(width) if padding == "right" else np.arange(width)[::-1]
+    check_ids(ids[column < sizes[:, None]], config)
 
 
 def check_ids(ids: np.ndarray, config: ModelConfig) -> None:
