@@ -5,6 +5,8 @@ result. Hidden states are `[B, T, E]` in the parameters' dtype; norms, softmax, 
 logits are float32.
 """
 
+import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -32,11 +34,8 @@ class Attention(nn.Module):
         width["value"] = config.num_kv_heads
         for name, heads in width.items():
             features = heads * config.head_dim
-            dense = nn.Dense(features, use_bias=config.qkv_bias, dtype=dtype, param_dtype=dtype)
-            setattr(self, name, dense)
-        self.output = nn.Dense(
-            config.hidden_size, use_bias=config.output_bias, dtype=dtype, param_dtype=dtype
-        )
+            setattr(self, name, _dense(features, config.qkv_bias, dtype))
+        self.output = _dense(config.hidden_size, config.output_bias, dtype)
         if config.qk_norm:
             self.query_norm = _norm(config, dtype)
             self.key_norm = _norm(config, dtype)
@@ -71,8 +70,7 @@ class MLP(nn.Module):
         config, dtype = self.config, self.dtype
         for name in ("gate", "up", "down"):
             features = config.hidden_size if name == "down" else config.intermediate_size
-            dense = nn.Dense(features, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype)
-            setattr(self, name, dense)
+            setattr(self, name, _dense(features, config.mlp_bias, dtype))
 
     def __call__(self, x):
         return self.down(nn.silu(self.gate(x)) * self.up(x))
@@ -112,13 +110,7 @@ class Llama(nn.Module):
         self.layer = [Block(config, index, dtype) for index in range(config.num_layers)]
         self.final_norm = _norm(config, dtype)
         if not config.tie_embeddings:
-            self.lm_head = nn.Dense(
-                config.vocab_size,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=dtype,
-                dot_general=_float32_dot,
-            )
+            self.lm_head = _dense(config.vocab_size, False, dtype, dot=_float32_dot)
 
     def __call__(
         self,
@@ -138,9 +130,8 @@ class Llama(nn.Module):
 
     def logits(self, x: Float[Array, "*batch E"]) -> Float32[Array, "*batch V"]:
         if self.config.tie_embeddings:
-            return jnp.einsum(
-                "...e,ve->...v", x, self.embedding.embedding, preferred_element_type=jnp.float32
-            )
+            table = self.embedding.embedding  # V E
+            return _float32_dot(x, table, (((x.ndim - 1,), (1,)), ((), ())))
         return self.lm_head(x)
 
     def everything(self, tokens, span, method, state, rope_lengths):
@@ -149,15 +140,38 @@ class Llama(nn.Module):
         return self.logits(x)
 
 
+def _dense(features: int, bias: bool, dtype: Any, dot: Any = None) -> nn.Dense:
+    return nn.Dense(
+        features, use_bias=bias, dtype=dtype, param_dtype=dtype, dot_general=dot or _dot
+    )
+
+
 def _norm(config: ModelConfig, dtype: Any) -> nn.RMSNorm:
     return nn.RMSNorm(epsilon=config.rms_eps, dtype=dtype, param_dtype=dtype)
 
 
-def _float32_dot(lhs, rhs, dimension_numbers, precision=None, **_):
-    """bf16 weights, float32 logits: the product's accumulator isn't rounded on its way out."""
-    return jax.lax.dot_general(
-        lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32
-    )
+def _dot(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **_):
+    """`lax.dot_general`, but for one row of 16-bit numbers on a CPU.
+
+    There XLA widens the whole weight matrix to float32 first, in a copy; two rows go to a kernel
+    that reads 16-bit weights as they are (2 to 3.5 times faster, measured).
+    """
+
+    def plain(lhs, rhs):
+        return jax.lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
+        )
+
+    def two_rows(lhs, rhs):
+        return plain(jnp.concatenate([lhs, lhs]), rhs)[:1]
+
+    if lhs.dtype.itemsize != 2 or math.prod(lhs.shape[:-1]) != 1:
+        return plain(lhs, rhs)
+    return jax.lax.platform_dependent(lhs, rhs, cpu=two_rows, default=plain)
+
+
+# bf16 weights, float32 logits: the product's accumulator isn't rounded on its way out.
+_float32_dot = functools.partial(_dot, preferred_element_type=jnp.float32)
 
 
 def hidden_states(

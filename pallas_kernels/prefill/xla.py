@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.pages import by_sequence
 from pallas_kernels.types import AttentionOutput
 
-# Chosen on a 2-core CPU, so that one block of scores (H * queries * keys floats) stays in L2.
-QUERY_BLOCK = 128
-KEY_BLOCK = 512
+# Chosen on a 2-core CPU: rows (queries times the heads that share a KV head) and keys of one
+# matrix product, large enough for its rate and small enough for its scores to stay in cache.
+_ROWS = 768
+_KEYS = 512
 
 
 def prefill_attention(
@@ -29,7 +30,7 @@ def prefill_attention(
     """See `pallas_kernels.prefill.api.prefill_attention`."""
     batch, tokens, heads, dim = query.shape
     group = heads // kv_heads
-    block = min(QUERY_BLOCK, tokens)
+    block = min(max(1, _ROWS // group), tokens)
     blocks = -(-tokens // block)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - tokens), (0, 0), (0, 0)))
     # [blocks, B, K, block * G, D]: the queries that share a KV head form one matrix.
@@ -55,59 +56,79 @@ def prefill_attention(
 
 
 def _attend_block(queries, keys, values, starts, counts, offset, *, group, window):
-    """One block of queries [B, K, M, D] against the key blocks that any of its rows can see."""
+    """One block of queries [B, K, M, D] against the key blocks that any of its rows can see.
+
+    Key blocks that every query sees whole (most of a long context) go without a mask, which saves
+    about a quarter of the time; those on the diagonal, or partly beyond a window, take one.
+    """
     batch, kv_heads, rows, dim = queries.shape
     pages, size = keys.shape[1], keys.shape[3]
-    step = max(1, min(pages, KEY_BLOCK // size))  # pages a key block
+    step = max(1, min(pages, _KEYS // size))  # pages a key block
+    width = step * size
     position = starts[:, None] + offset  # [B, block]
     valid = offset < counts[:, None]
-    last = jnp.where(valid, position, -1).max()
-    stop = (last + step * size) // (step * size)
+    last = jnp.where(valid, position, -1)
+    stop = (last.max() + width) // width
+    everyone = valid.all()
+    whole = jnp.where(everyone, (position.min() + 1) // width, 0)
     start = jnp.int32(0)
     if window is not None:
         first = jnp.where(valid, position - (window - 1), pages * size).min()
-        start = jnp.clip(first, 0) // (step * size)
-    last_seen = jnp.where(valid, position, -1)
-    last_seen = jnp.repeat(last_seen, group, axis=1)[:, None, :, None]  # [B, 1, M, 1]
+        start = jnp.clip(first, 0) // width
+        whole = start
+    last = jnp.repeat(last, group, axis=1)[:, None, :, None]  # [B, 1, M, 1]
     ends = (starts + counts)[:, None, None, None]
-    scale = dim**-0.5
 
-    def attend(index, carry):
-        peak, total, out = carry
+    def read(index):
         # The last block is moved back to fit; slots it repeats are masked by `fresh`.
         page = jnp.minimum(index * step, pages - step)
-        key = _take(keys, page, step)
-        value = _take(values, page, step)
-        slot = page * size + jnp.arange(step * size)
-        fresh = slot >= index * step * size
-        # Slots not written yet may hold NaN, which a weight of 0 would not silence.
-        value = jnp.where((slot[:, None] < ends), value, 0)
-        scores = jnp.einsum("bkmd,bksd->bkms", queries, key, preferred_element_type=jnp.float32)
-        visible = (slot <= last_seen) & fresh
+        return page, _take(keys, page, step), _take(values, page, step)
+
+    def attend_whole(index, carry):
+        _, key, value = read(index)
+        return _accumulate(carry, _scores(queries, key), value)
+
+    def attend_masked(index, carry):
+        page, key, value = read(index)
+        slot = page * size + jnp.arange(width)
+        visible = (slot <= last) & (slot >= index * width)
         if window is not None:
-            visible &= slot > last_seen - window
-        scores = jnp.where(visible, scores * scale, -jnp.inf)
-        new_peak = jnp.maximum(peak, scores.max(-1))
-        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        weights = jnp.exp(scores - base[..., None])
-        shrink = jnp.exp(peak - base)
-        added = jnp.einsum(
-            "bkms,bksd->bkmd",
-            weights.astype(value.dtype),
-            value,
-            preferred_element_type=jnp.float32,
-        )
-        return new_peak, total * shrink + weights.sum(-1), out * shrink[..., None] + added
+            visible &= slot > last - window
+        scores = jnp.where(visible, _scores(queries, key), -jnp.inf)
+        # Slots not written yet may hold NaN, which a weight of 0 would not silence.
+        return _accumulate(carry, scores, jnp.where(slot[:, None] < ends, value, 0))
 
     carry = (
         jnp.full((batch, kv_heads, rows), -jnp.inf, jnp.float32),
         jnp.zeros((batch, kv_heads, rows), jnp.float32),
         jnp.zeros((batch, kv_heads, rows, dim), jnp.float32),
     )
-    peak, total, out = lax.fori_loop(start, stop, attend, carry)
+    if window is None:
+        carry = lax.fori_loop(0, whole, attend_whole, carry)
+    peak, total, out = lax.fori_loop(whole, stop, attend_masked, carry)
     safe = jnp.where(total == 0, 1.0, total)
-    lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
+    lse = jnp.where(total == 0, -jnp.inf, peak * dim**-0.5 + jnp.log(safe))
     return (out / safe[..., None]).astype(queries.dtype), lse
+
+
+def _scores(queries, key):
+    """Unscaled: the scale is folded into the exponential, where it costs nothing."""
+    return jnp.einsum("bkmd,bksd->bkms", queries, key, preferred_element_type=jnp.float32)
+
+
+def _accumulate(carry, scores, value):
+    """One step of the online softmax: (peak of the unscaled scores, sum of weights, output)."""
+    peak, total, out = carry
+    scale = value.shape[-1] ** -0.5
+    new_peak = jnp.maximum(peak, scores.max(-1))
+    # A finite stand-in keeps exp(-inf - peak) at 0 where no key was seen yet.
+    base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+    weights = jnp.exp((scores - base[..., None]) * scale)
+    shrink = jnp.exp((peak - base) * scale)
+    added = jnp.einsum(
+        "bkms,bksd->bkmd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    return new_peak, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 
 
 def _take(pages: Float[Array, "B C K P D"], first, step: int) -> Float[Array, "B K S D"]:
