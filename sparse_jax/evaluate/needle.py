@@ -24,19 +24,26 @@ from sparse_jax.model import Params
 KINDS = ("word", "number")
 DEPTHS = tuple(index / 9 for index in range(10))
 
-# Common nouns that no novel or manual uses as a password, so that the text doesn't give them away.
+# Words that tokenizers hold as one piece even behind a quotation mark, so that a miss is a failure
+# to find the word and not to spell it.
 WORDS = (
-    "falcon", "lantern", "marble", "copper", "willow", "dragon", "silver", "harbor", "meadow",
-    "thunder", "velvet", "pepper", "anchor", "cactus", "violin", "rocket", "tiger", "magnet",
-    "pumpkin", "saddle",
+    "planet", "camera", "robot", "satellite", "castle", "cookie", "carbon", "oxygen", "purple",
+    "orange", "anchor", "engine", "museum", "ocean", "sugar", "pixel", "protein", "virus", "yellow",
+    "magic",
 )  # fmt: skip
 
-NEEDLE = "\nThe secret {kind} is {answer}.\n"
+# The needle line of each kind, and the reply's first words. Small chat models put a secret word in
+# quotation marks of their own accord and a number in none: as written here, they need not guess.
+NEEDLE = {
+    "word": '\nThe secret word is "{answer}".\n',
+    "number": "\nThe secret number is {answer}.\n",
+}
+REPLY = {"word": 'The secret word is "', "number": "The secret number is"}
+SPACE = {"word": "", "number": " "}  # between the reply's first words and the answer
 QUESTION = "\n\nWhat is the secret {kind} mentioned in the text above?"
-REPLY = "The secret {kind} is"
 
 
-def answers(kind: str, count: int, seed: int) -> list[str]:
+def hidden_answers(kind: str, count: int, seed: int) -> list[str]:
     """Words, or numbers of six digits, one for each trial; the same for the same seed."""
     rng = np.random.default_rng(seed)
     if kind == "number":
@@ -55,16 +62,16 @@ def needle_prompts(
     seed: int,
 ) -> list[Prompt]:
     """The trials of a grid in the order (length, depth); see `needle` for the arguments."""
-    before, after = chat_parts(tokenizer, QUESTION.format(kind=kind), REPLY.format(kind=kind))
+    before, after = chat_parts(tokenizer, QUESTION.format(kind=kind), REPLY[kind])
     total = len(lengths) * len(depths)
-    hidden = answers(kind, total, seed)
-    wanted = [encode(tokenizer, " " + answer) for answer in hidden]
+    hidden = hidden_answers(kind, total, seed)
+    wanted = [encode(tokenizer, SPACE[kind] + answer) for answer in hidden]
     room = max(map(len, wanted))  # the same for all, so that all contexts of a length are as long
     prompts = []
     for length in lengths:
         for depth in depths:
             index = len(prompts)
-            line = encode(tokenizer, NEEDLE.format(kind=kind, answer=hidden[index]))
+            line = encode(tokenizer, NEEDLE[kind].format(answer=hidden[index]))
             size = length - len(before) - len(line) - len(after) - room
             if size < 1:
                 raise ValueError(f"length={length} leaves no room for text beside the question")
