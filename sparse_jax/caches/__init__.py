@@ -7,7 +7,17 @@ from sparse_jax.caches.base import (
     Span,
     empty_cache,
     fork,
+    truncate,
 )
 from sparse_jax.caches.dense import Dense
 
-__all__ = ["Cache", "CacheMethod", "Dense", "Projections", "Span", "empty_cache", "fork"]
+__all__ = [
+    "Cache",
+    "CacheMethod",
+    "Dense",
+    "Projections",
+    "Span",
+    "empty_cache",
+    "fork",
+    "truncate",
+]

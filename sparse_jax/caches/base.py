@@ -76,6 +76,8 @@ class CacheMethod(Protocol):
         """Ends a prompt: where a method evicts or compresses once."""
         ...
 
+    # Optional: truncate(self, state, lengths) -> state, for methods that can take tokens back.
+
     def nbytes(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
         """Bytes of the state's buffers, promised before any is made."""
         ...
@@ -157,6 +159,43 @@ def fork(cache: Cache) -> Cache:
     """A copy with buffers of its own: what is done to one is not seen by the other."""
     check_usable(cache)
     return jax.tree.map(jnp.copy, cache)
+
+
+def truncate(cache: Cache, lengths) -> Cache:
+    """The cache as it was when each row held `lengths` tokens; shares no state with later ones.
+
+    Only for methods that define `truncate(state, lengths)`: one that evicts or compresses can't
+    take tokens back. The given cache must not be used any more.
+
+    Args:
+        lengths: int32 [B], each at most what the row holds.
+
+    Raises:
+        NotImplementedError: the method can't. ValueError: a row would grow.
+    """
+    check_usable(cache)
+    method = cache.method
+    if not hasattr(method, "truncate"):
+        raise NotImplementedError(f"{type(method).__name__} can't take tokens back")
+    lengths = jnp.asarray(lengths, jnp.int32)
+    if lengths.shape != (cache.batch,):
+        raise ValueError(f"lengths has shape {lengths.shape}; expected ({cache.batch},)")
+    if bool((lengths > cache.lengths).any()) or bool((lengths < 0).any()):
+        raise ValueError(f"lengths = {lengths}; the rows hold {cache.lengths} tokens")
+    # A pending token is in no layer yet: dropping it is all there is to do about it.
+    fed = jnp.minimum(lengths, cache.state.lengths)
+    pending = cache.pending and bool((lengths == cache.lengths).all())
+    if cache.pending and not pending and bool((lengths == cache.lengths).any()):
+        raise ValueError(
+            f"lengths = {lengths}: some rows would keep their pending token and some not"
+        )
+    keep = jnp.arange(cache.capacity) < lengths[:, None]
+    return dataclasses.replace(
+        cache,
+        state=method.truncate(cache.state, fed),  # type: ignore[attr-defined]
+        history=jnp.where(keep, cache.history, -1),
+        pending=pending,
+    )
 
 
 def check_usable(cache: Cache) -> None:

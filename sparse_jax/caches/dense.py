@@ -104,6 +104,9 @@ class Dense:
     def finish_prefill(self, config: ModelConfig, state: DenseState) -> DenseState:
         return state
 
+    def truncate(self, state: DenseState, lengths: Int32[Array, " B"]) -> DenseState:
+        return dataclasses.replace(state, lengths=lengths)
+
     def nbytes(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
         count, size = self._layout(capacity)
         slots = batch * count * size
