@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     )
     from sparse_jax.chat import encode_chat, encode_text, new_part
     from sparse_jax.config import ConfigError, ModelConfig, RopeConfig
-    from sparse_jax.generation import GenerateOutput, generate, stream
+    from sparse_jax.generation import (
+        GenerateOutput,
+        Timings,
+        generate,
+        generate_timed,
+        stream,
+    )
     from sparse_jax.inference import decode_step, finish_prefill, forward, prefill
     from sparse_jax.loading import Model, export_hf, fetch_demo_model, load_model, save_model
     from sparse_jax.model import abstract_params, init_params
@@ -30,7 +36,7 @@ _MODULES = {
     "caches": "Cache CacheMethod Dense Projections Span empty_cache fork truncate",
     "chat": "encode_chat encode_text new_part",
     "config": "ConfigError ModelConfig RopeConfig",
-    "generation": "GenerateOutput generate stream",
+    "generation": "GenerateOutput Timings generate generate_timed stream",
     "inference": "decode_step finish_prefill forward prefill",
     "loading": "Model export_hf fetch_demo_model load_model save_model",
     "model": "abstract_params init_params",
@@ -51,6 +57,7 @@ __all__ = [
     "RopeConfig",
     "SamplingParams",
     "Span",
+    "Timings",
     "abstract_params",
     "decode_step",
     "empty_cache",
@@ -62,6 +69,7 @@ __all__ = [
     "fork",
     "forward",
     "generate",
+    "generate_timed",
     "init_params",
     "load_model",
     "new_part",

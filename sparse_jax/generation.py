@@ -6,6 +6,7 @@ prompt bucket; `stream` runs the same pieces as two programs, to hand tokens out
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -97,15 +98,7 @@ def generate(
     progress = _run(
         params, job.cache, job.tokens, job.lengths, job.values, job.limit, plan=job.plan
     )
-    limit = sampling.max_new_tokens
-    # Cut to size on the host, where it takes no compile.
-    logprobs = progress.logprobs
-    return GenerateOutput(
-        tokens=jnp.asarray(np.asarray(progress.tokens)[:, :limit]),
-        lengths=progress.lengths,
-        logprobs=None if logprobs is None else jnp.asarray(np.asarray(logprobs)[:, :limit]),
-        cache=dataclasses.replace(progress.cache, pending=True),
-    )
+    return _output(progress, sampling.max_new_tokens)
 
 
 def stream(
@@ -134,6 +127,77 @@ def stream(
         raise ValueError(f"burst = {burst!r}; give a number of tokens >= 1")
     job = _prepare(params, tokens, lengths, config, cache, sampling, capacity, padding, chunk)
     return _stream(params, job, burst)
+
+
+def _output(progress: "_Progress", limit: int) -> GenerateOutput:
+    """Cuts the buffers to size on the host, where it takes no compile."""
+    logprobs = progress.logprobs
+    return GenerateOutput(
+        tokens=jnp.asarray(np.asarray(progress.tokens)[:, :limit]),
+        lengths=progress.lengths,
+        logprobs=None if logprobs is None else jnp.asarray(np.asarray(logprobs)[:, :limit]),
+        cache=dataclasses.replace(progress.cache, pending=True),
+    )
+
+
+class Timings(NamedTuple):
+    """Seconds of one call, compiling apart, and the tokens they went into."""
+
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, all rows together."""
+        return self.prefill_tokens / self.prefill_seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """New tokens a second after the first (which prefill gives), all rows together."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
+
+
+def generate_timed(
+    params: Params,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
+    *,
+    config: ModelConfig,
+    cache: CacheMethod | Cache,
+    sampling: SamplingParams,
+    capacity: int | None = None,
+    padding: Padding = "right",
+    chunk: int | None = None,
+) -> tuple[GenerateOutput, Timings]:
+    """`generate` in two programs, prompt and loop, each compiled ahead of being timed.
+
+    Compiles at every call. Same arguments, tokens and errors as `generate`.
+    """
+    job = _prepare(params, tokens, lengths, config, cache, sampling, capacity, padding, chunk)
+    clock = [time.perf_counter()]
+    prompt = (params, job.cache, job.tokens, job.lengths, job.values)
+    begin = _begin.lower(*prompt, plan=job.plan).compile()
+    clock.append(time.perf_counter())
+    progress = jax.block_until_ready(begin(*prompt))
+    clock.append(time.perf_counter())
+    rest = (params, progress, job.values, job.limit)
+    loop = _continue.lower(*rest, plan=job.plan).compile()
+    clock.append(time.perf_counter())
+    progress = jax.block_until_ready(loop(*rest))
+    clock.append(time.perf_counter())
+    compiling, prefilling, compiling_loop, decoding = np.diff(clock).tolist()
+    new = int(np.asarray(progress.lengths).sum())
+    timings = Timings(
+        compile_seconds=compiling + compiling_loop,
+        prefill_seconds=prefilling,
+        decode_seconds=decoding,
+        prefill_tokens=int(job.lengths.sum()),
+        decode_tokens=new - job.tokens.shape[0],
+    )
+    return _output(progress, sampling.max_new_tokens), timings
 
 
 def _stream(params, job: "_Job", burst: int) -> Iterator[GenerateOutput]:

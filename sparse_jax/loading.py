@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from checkpoints import CheckpointError, read_hf, read_meta, read_metadata, restore, save, write_hf
+from checkpoints import (
+    CheckpointError,
+    read_hf,
+    read_meta,
+    read_metadata,
+    read_target,
+    restore,
+    save,
+    write_hf,
+)
 from checkpoints.demo_model import default_cache_dir, download_demo_gguf
 from checkpoints.gguf import read_gguf
-from checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from sparse_jax.config import ModelConfig
 from sparse_jax.model import Params, abstract_params, params_dtype
 
@@ -59,6 +67,9 @@ def load_model(path: str | os.PathLike[str], *, dtype: Any = None, progress: boo
     if kind == "sparse-jax":
         model = _load_own(path, dtype)
     elif kind == "gguf":
+        # transformers takes seconds to import: only where a tokenizer is made or read.
+        from checkpoints.gguf_tokenizer import tokenizer_from_gguf
+
         config, params = read_gguf(path, dtype=dtype, progress=progress)
         model = Model(ModelConfig.from_hf(config), params, tokenizer_from_gguf(path))
     else:
@@ -170,10 +181,7 @@ def _load_own(path: Path, dtype: Any) -> Model:
         if _sha256(file) != digest:
             raise CheckpointError(f"{file}: changed since it was written; convert the model again")
     config = ModelConfig.from_hf(metadata["config"])
-    from checkpoints import read_target
-
-    target = read_target(path / _PARAMS)
-    params = restore(path / _PARAMS, target)
+    params = restore(path / _PARAMS, read_target(path / _PARAMS))
     if dtype is not None:
         wanted = jnp.dtype(dtype)
         params = jax.tree.map(lambda leaf: leaf.astype(wanted), params)

@@ -8,6 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sparse_jax.caches.base import CacheMethod
+from sparse_jax.chat import encode_chat
 from sparse_jax.config import ModelConfig
 from sparse_jax.evaluate.memory import dense_bytes_bf16
 from sparse_jax.evaluate.scoring import Rows, score
@@ -77,9 +78,8 @@ class RecallResult:
 def chat_parts(tokenizer: Any, question: str, reply: str) -> tuple[list[int], list[int]]:
     """A chat with one turn, as ids before and after the text that it is about.
 
-    The chat template writes whatever special tokens the model expects, a BOS included; none is
-    added to it. Both parts are encoded on their own, so that the text's ids between them do not
-    depend on the question.
+    It starts as `encode_chat` has it, with one BOS at most. Both parts are encoded on their own, so
+    that the text's ids between them do not depend on the question.
 
     Args:
         question: stands after the text, in the same turn of the user's.
@@ -88,17 +88,16 @@ def chat_parts(tokenizer: Any, question: str, reply: str) -> tuple[list[int], li
     Raises:
         ValueError: the tokenizer has no chat template, or one that does not keep the text.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "the tokenizer has no chat template, and this task asks its question in one; use a "
-            "chat model"
-        )
     turn = [{"role": "user", "content": MARK + question}]
+    first = encode_chat(tokenizer, turn)[:1]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     if text.count(MARK) != 1:
         raise ValueError("the chat template does not write the user's message exactly once")
     before, after = text.split(MARK)
-    return encode(tokenizer, before), encode(tokenizer, after + reply)
+    head = encode(tokenizer, before)
+    if first == [tokenizer.bos_token_id] != head[:1]:
+        head = [*first, *head]  # the template leaves the BOS to the tokenizer
+    return head, encode(tokenizer, after + reply)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
