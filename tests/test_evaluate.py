@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_chat import tiny_config, tiny_params, tiny_tokenizer
+from tiny_chat import BOS_ID, TEMPLATE, tiny_config, tiny_params, tiny_tokenizer
+from tokenizers import processors
 
 from sparse_jax.caches import Dense
 from sparse_jax.evaluate import (
@@ -26,12 +27,18 @@ from sparse_jax.evaluate import (
 from sparse_jax.evaluate.copying import copy_prompts
 from sparse_jax.evaluate.needle import hidden_answers, needle_prompts
 from sparse_jax.evaluate.perplexity import windows
-from sparse_jax.evaluate.recall import RecallResult, Trial
+from sparse_jax.evaluate.recall import RecallResult, Trial, chat_parts, haystack
 from sparse_jax.evaluate.scoring import Rows, score
 from sparse_jax.inference import forward
 
 CONFIG = tiny_config(num_layers=1)  # half the compile time, and the layers are not tested here
 TOKENIZER = tiny_tokenizer()
+
+
+def decoded(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids))
+
+
 TEXT = (
     "It rained all night. The road was gone by morning, and nobody came up it! Was it a pity? "
     "The old house stood where it had always stood.\n"
@@ -212,8 +219,8 @@ def test_needle_prompts_hold_the_needle_at_its_depth():
         (length, depth) for length in (500, 900) for depth in (0.0, 0.5, 1.0)
     ]
     for prompt in prompts:
-        context = TOKENIZER.decode(prompt.context)
-        answer = TOKENIZER.decode(prompt.answer)
+        context = decoded(prompt.context)
+        answer = decoded(prompt.answer)
         needle_line = f"\nThe secret number is{answer}.\n"
         assert context.count(needle_line) == 1
         at = context.index(needle_line)
@@ -224,11 +231,30 @@ def test_needle_prompts_hold_the_needle_at_its_depth():
         assert abs(len(before) - prompt.depth * text) <= 28
         whole = [*prompt.context, *prompt.question, *prompt.answer]
         assert len(whole) == prompt.length
-        assert whole.count(TOKENIZER.bos_token_id) == 1
-        assert TOKENIZER.decode(whole).endswith(
+        assert whole.count(BOS_ID) == 1
+        assert decoded(whole).endswith(
             "\n\nWhat is the secret number mentioned in the text above?<eos>\n<turn>assistant\n"
             f"The secret number is{answer}"
         )
+
+
+def test_a_chat_has_one_bos_whoever_writes_it():
+    silent = tiny_tokenizer()
+    silent.chat_template = TEMPLATE.removeprefix("<bos>")
+    silent.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
+    )
+    for tokenizer in (TOKENIZER, silent):
+        before, after = chat_parts(tokenizer, " Why?", "Since")
+        assert [*before, *after].count(BOS_ID) == 1
+        assert tokenizer.decode(before) == "<bos><turn>user\n"
+        assert tokenizer.decode(after) == " Why?<eos>\n<turn>assistant\nSince"
+
+
+def test_a_bos_of_the_text_does_not_come_to_stand_in_the_chat():
+    ids = haystack([BOS_ID, *IDS.tolist()], TOKENIZER, CONFIG)
+    np.testing.assert_array_equal(ids, haystack(IDS, TOKENIZER, CONFIG))
+    assert BOS_ID not in ids and len(ids) == len(IDS)
 
 
 def test_copy_prompts_ask_for_a_passage_of_the_text():
@@ -236,9 +262,8 @@ def test_copy_prompts_ask_for_a_passage_of_the_text():
         IDS, TOKENIZER, lengths=(600,), depths=(0.0, 0.4, 1.0), passage=50, cue=10
     )
     for prompt in prompts:
-        context, question, answer = map(
-            TOKENIZER.decode, (prompt.context, prompt.question, prompt.answer)
-        )
+        context, question = decoded(prompt.context), decoded(prompt.question)
+        answer = decoded(prompt.answer)
         cue = question[-10:]
         assert question.count(cue) == 2 and cue + answer in context
         assert len(prompt.answer) == 50

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from sparse_jax.config import ModelConfig
 from sparse_jax.model import Params, init_params
 
+BOS_ID = 256
 SPECIAL = ("<bos>", "<eos>", "<turn>")
 TEMPLATE = (
     "<bos>{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}"

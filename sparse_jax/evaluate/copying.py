@@ -7,7 +7,7 @@ import numpy as np
 
 from sparse_jax.caches.base import CacheMethod
 from sparse_jax.config import ModelConfig
-from sparse_jax.evaluate.checks import check_context, check_text
+from sparse_jax.evaluate.checks import check_context
 from sparse_jax.evaluate.recall import (
     Prompt,
     RecallResult,
@@ -15,6 +15,7 @@ from sparse_jax.evaluate.recall import (
     check_grid,
     encode,
     excerpt,
+    haystack,
     measure,
     nearest,
     sentence_starts,
@@ -105,7 +106,7 @@ def copy_recall(
     for name, value in (("passage", passage), ("cue", cue)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    ids = check_text(tokens, config)
+    ids = haystack(tokens, tokenizer, config)
     for length in lengths:
         check_context(length, config)
     prompts = copy_prompts(ids, tokenizer, lengths=lengths, depths=depths, passage=passage, cue=cue)

@@ -7,7 +7,7 @@ import numpy as np
 
 from sparse_jax.caches.base import CacheMethod
 from sparse_jax.config import ModelConfig
-from sparse_jax.evaluate.checks import check_context, check_text
+from sparse_jax.evaluate.checks import check_context
 from sparse_jax.evaluate.recall import (
     Prompt,
     RecallResult,
@@ -15,6 +15,7 @@ from sparse_jax.evaluate.recall import (
     check_grid,
     encode,
     excerpt,
+    haystack,
     measure,
     nearest,
     sentence_starts,
@@ -22,25 +23,20 @@ from sparse_jax.evaluate.recall import (
 from sparse_jax.model import Params
 
 KINDS = ("word", "number")
-DEPTHS = tuple(index / 9 for index in range(10))
+DEPTHS = tuple((index + 0.5) / 10 for index in range(10))
 
-# Words that tokenizers hold as one piece even behind a quotation mark, so that a miss is a failure
-# to find the word and not to spell it.
+# Names of cities: words that a model writes without quotation marks. (Asked for "the secret word",
+# a small chat model opens one of its own accord, and then looks as if it had not found the word.)
 WORDS = (
-    "planet", "camera", "robot", "satellite", "castle", "cookie", "carbon", "oxygen", "purple",
-    "orange", "anchor", "engine", "museum", "ocean", "sugar", "pixel", "protein", "virus", "yellow",
-    "magic",
+    "Paris", "Rome", "Tokyo", "Vienna", "Cairo", "Lisbon", "Madrid", "Oslo", "Dublin", "Athens",
+    "Berlin", "Moscow", "Delhi", "Prague", "Sydney", "Toronto", "Chicago", "Boston", "Havana",
+    "Warsaw",
 )  # fmt: skip
 
-# The needle line of each kind, and the reply's first words. Small chat models put a secret word in
-# quotation marks of their own accord and a number in none: as written here, they need not guess.
-NEEDLE = {
-    "word": '\nThe secret word is "{answer}".\n',
-    "number": "\nThe secret number is {answer}.\n",
-}
-REPLY = {"word": 'The secret word is "', "number": "The secret number is"}
-SPACE = {"word": "", "number": " "}  # between the reply's first words and the answer
-QUESTION = "\n\nWhat is the secret {kind} mentioned in the text above?"
+NAME = {"word": "city", "number": "number"}
+NEEDLE = "\nThe secret {name} is {answer}.\n"
+QUESTION = "\n\nWhat is the secret {name} mentioned in the text above?"
+REPLY = "The secret {name} is"
 
 
 def hidden_answers(kind: str, count: int, seed: int) -> list[str]:
@@ -62,16 +58,17 @@ def needle_prompts(
     seed: int,
 ) -> list[Prompt]:
     """The trials of a grid in the order (length, depth); see `needle` for the arguments."""
-    before, after = chat_parts(tokenizer, QUESTION.format(kind=kind), REPLY[kind])
+    name = NAME[kind]
+    before, after = chat_parts(tokenizer, QUESTION.format(name=name), REPLY.format(name=name))
     total = len(lengths) * len(depths)
     hidden = hidden_answers(kind, total, seed)
-    wanted = [encode(tokenizer, SPACE[kind] + answer) for answer in hidden]
+    wanted = [encode(tokenizer, " " + answer) for answer in hidden]
     room = max(map(len, wanted))  # the same for all, so that all contexts of a length are as long
     prompts = []
     for length in lengths:
         for depth in depths:
             index = len(prompts)
-            line = encode(tokenizer, NEEDLE[kind].format(answer=hidden[index]))
+            line = encode(tokenizer, NEEDLE.format(name=name, answer=hidden[index]))
             size = length - len(before) - len(line) - len(after) - room
             if size < 1:
                 raise ValueError(f"length={length} leaves no room for text beside the question")
@@ -111,7 +108,7 @@ def needle(
         tokens: ids of the text to hide in; at least as many as the largest length.
         lengths: tokens of the whole chat, the answer included: also the slots of its cache.
         depths: 0 (start of the text) to 1 (its end).
-        kind: "word" or "number" (six digits).
+        kind: "word" (the name of a city) or "number" (six digits).
         seed: of the words and numbers.
         batch: trials at a time.
         chunk: tokens of one prefill call; None leaves it to `prefill`.
@@ -124,7 +121,7 @@ def needle(
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; there are {', '.join(KINDS)}")
     check_grid(depths, lengths, batch)
-    ids = check_text(tokens, config)
+    ids = haystack(tokens, tokenizer, config)
     for length in lengths:
         check_context(length, config)
     prompts = needle_prompts(ids, tokenizer, lengths=lengths, depths=depths, kind=kind, seed=seed)

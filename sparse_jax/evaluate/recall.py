@@ -10,6 +10,7 @@ from tqdm import tqdm
 from sparse_jax.caches.base import CacheMethod
 from sparse_jax.chat import encode_chat
 from sparse_jax.config import ModelConfig
+from sparse_jax.evaluate.checks import check_text
 from sparse_jax.evaluate.memory import dense_bytes_bf16
 from sparse_jax.evaluate.scoring import Rows, score
 from sparse_jax.model import Params
@@ -103,6 +104,13 @@ def chat_parts(tokenizer: Any, question: str, reply: str) -> tuple[list[int], li
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids of a piece of text, without special tokens of the tokenizer's own."""
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def haystack(tokens: Sequence[int] | np.ndarray, tokenizer: Any, config: ModelConfig) -> np.ndarray:
+    """A text's ids, checked, without the BOS that its tokenizer may have put in front: the text
+    comes to stand within a chat, which has its own."""
+    ids = check_text(tokens, config)
+    return ids[1:] if ids[0] == tokenizer.bos_token_id else ids
 
 
 def sentence_starts(tokenizer: Any, ids: Sequence[int]) -> list[int]:
