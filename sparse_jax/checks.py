@@ -4,8 +4,8 @@ Values can be checked only where they are known: under a caller's own `jit` the 
 and only shapes and dtypes are looked at.
 """
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from sparse_jax.caches.base import Cache
 from sparse_jax.config import ModelConfig
@@ -14,7 +14,7 @@ from sparse_jax.prompts import Padding
 
 def known(*values) -> bool:
     """Whether all values are concrete, so that their contents can be read."""
-    return not any(isinstance(value, jax.core.Tracer) for value in values)
+    return not any(isinstance(value, Tracer) for value in values)
 
 
 def check_tokens(

@@ -385,7 +385,7 @@ def _emit(progress: _Progress, logits, values, plan: _Plan) -> _Progress:
         (0, progress.step),
     )
     kept = progress.logprobs
-    if logprobs is not None:
+    if kept is not None and logprobs is not None:
         kept = lax.dynamic_update_slice(
             kept, jnp.where(running, logprobs, 0.0)[:, None], (0, progress.step)
         )

@@ -221,7 +221,7 @@ def init_params(key: Array, config: ModelConfig, dtype: Any) -> Params:
         one,
         method="everything",
     )
-    return variables["params"]
+    return dict(variables["params"])
 
 
 def params_dtype(params: Params) -> Any:

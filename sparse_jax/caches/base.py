@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
 from sparse_jax.config import ModelConfig
@@ -204,7 +205,7 @@ def check_usable(cache: Cache) -> None:
     Raises:
         ValueError: the cache was donated to an earlier call, or two of its leaves are one array.
     """
-    leaves = [x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer)]
+    leaves = [x for x in jax.tree.leaves(cache) if not isinstance(x, Tracer)]
     if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
         raise ValueError(
             "cache: its buffers were donated to an earlier call (prefill, decode_step, generate) "
