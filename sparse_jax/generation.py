@@ -130,14 +130,20 @@ def stream(
 
 
 def _output(progress: "_Progress", limit: int) -> GenerateOutput:
-    """Cuts the buffers to size on the host, where it takes no compile."""
+    """Cuts the buffers to what was asked for."""
     logprobs = progress.logprobs
     return GenerateOutput(
-        tokens=jnp.asarray(np.asarray(progress.tokens)[:, :limit]),
+        tokens=_columns(progress.tokens, 0, limit),
         lengths=progress.lengths,
-        logprobs=None if logprobs is None else jnp.asarray(np.asarray(logprobs)[:, :limit]),
+        logprobs=None if logprobs is None else _columns(logprobs, 0, limit),
         cache=dataclasses.replace(progress.cache, pending=True),
     )
+
+
+def _columns(array: Array, first: int, last: int) -> Array:
+    """Some columns, cut on the host: on the device every new width would compile a program (as
+    `jnp.asarray` of a host array does too)."""
+    return jax.device_put(np.ascontiguousarray(np.asarray(array)[:, first:last]))
 
 
 class Timings(NamedTuple):
@@ -218,9 +224,9 @@ def _piece(progress: "_Progress", handed: np.ndarray, lengths: np.ndarray) -> Ge
     first, last = int(handed.max()), int(lengths.max())
     logprobs = progress.logprobs
     return GenerateOutput(
-        tokens=jnp.asarray(np.asarray(progress.tokens)[:, first:last]),
-        lengths=jnp.asarray(lengths - handed),
-        logprobs=None if logprobs is None else jnp.asarray(np.asarray(logprobs)[:, first:last]),
+        tokens=_columns(progress.tokens, first, last),
+        lengths=jax.device_put(lengths - handed),
+        logprobs=None if logprobs is None else _columns(logprobs, first, last),
         cache=dataclasses.replace(progress.cache, pending=True),
     )
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
@@ -59,7 +58,8 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], 
     tokens = np.zeros((len(rows), int(counts.max())), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : row.size] = row
-    return jnp.asarray(tokens), jnp.asarray(counts)
+    # device_put: `jnp.asarray` would compile a program for every new shape.
+    return jax.device_put(tokens), jax.device_put(counts)
 
 
 def pack(

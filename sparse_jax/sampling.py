@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 
@@ -94,12 +95,12 @@ class SamplingParams:
     def values(self) -> "SamplerValues":
         """The traced half."""
         return SamplerValues(
-            temperature=jnp.float32(self.temperature),
-            top_k=jnp.int32(self.top_k or 0),
-            top_p=jnp.float32(self.top_p or 1),
-            min_p=jnp.float32(self.min_p or 0),
-            penalty=jnp.float32(self.repetition_penalty or 1),
-            seed=jnp.uint32(self.seed),
+            temperature=np.float32(self.temperature),
+            top_k=np.int32(self.top_k or 0),
+            top_p=np.float32(self.top_p or 1),
+            min_p=np.float32(self.min_p or 0),
+            penalty=np.float32(self.repetition_penalty or 1),
+            seed=np.uint32(self.seed),
         )
 
 
@@ -119,7 +120,7 @@ class SamplerSwitches:
 class SamplerValues(NamedTuple):
     """The samplers' numbers: traced scalars."""
 
-    temperature: Float32[Array, ""]
+    temperature: Float32[Array | np.ndarray, ""]
     top_k: Int32[Array, ""]
     top_p: Float32[Array, ""]
     min_p: Float32[Array, ""]
