@@ -62,8 +62,8 @@ class _Progress:
 
 def generate(
     params: Params,
-    tokens: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
+    tokens: Int32[Array | np.ndarray, "B T"],
+    lengths: Int32[Array | np.ndarray, " B"],
     *,
     config: ModelConfig,
     cache: CacheMethod | Cache,
@@ -103,8 +103,8 @@ def generate(
 
 def stream(
     params: Params,
-    tokens: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
+    tokens: Int32[Array | np.ndarray, "B T"],
+    lengths: Int32[Array | np.ndarray, " B"],
     *,
     config: ModelConfig,
     cache: CacheMethod | Cache,
@@ -168,8 +168,8 @@ class Timings(NamedTuple):
 
 def generate_timed(
     params: Params,
-    tokens: Int32[Array, "B T"],
-    lengths: Int32[Array, " B"],
+    tokens: Int32[Array | np.ndarray, "B T"],
+    lengths: Int32[Array | np.ndarray, " B"],
     *,
     config: ModelConfig,
     cache: CacheMethod | Cache,

@@ -26,7 +26,9 @@ def bucket_length(length: int, chunk: int | None = None) -> int:
     return base if chunk is None or length > chunk else min(base, max(chunk, 1))
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], Int32[Array, " B"]]:
+def pad_prompts(
+    prompts: Sequence[Sequence[int] | np.ndarray | jax.Array],
+) -> tuple[Int32[Array, "B T"], Int32[Array, " B"]]:
     """Prompts as (tokens int32 [B, T] packed to the left, counts int32 [B]).
 
     Args:

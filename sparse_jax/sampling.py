@@ -6,7 +6,7 @@ temperatures compiles once.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +118,14 @@ class SamplerSwitches:
 
 
 class SamplerValues(NamedTuple):
-    """The samplers' numbers: traced scalars."""
+    """The samplers' numbers: traced scalars (made with numpy, which compiles nothing)."""
 
-    temperature: Float32[Array | np.ndarray, ""]
-    top_k: Int32[Array, ""]
-    top_p: Float32[Array, ""]
-    min_p: Float32[Array, ""]
-    penalty: Float32[Array, ""]
-    seed: jax.Array
+    temperature: Any  # float32
+    top_k: Any  # int32
+    top_p: Any  # float32
+    min_p: Any  # float32
+    penalty: Any  # float32
+    seed: Any  # uint32
 
 
 def sample(

@@ -1,6 +1,7 @@
 """Generation: stopping, buckets, streams, turns, and how often all of it compiles."""
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,9 @@ def prompts_of(lengths, seed=0):
     return [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in lengths]
 
 
-def run(params, prompts, new=8, config=CONFIG, cache=METHOD, **options):
+def run(
+    params: Any, prompts: Any, new: int = 8, config=CONFIG, cache: Any = METHOD, **options: Any
+):
     tokens, lengths = pad_prompts(prompts)
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     sampling = SamplingParams(
@@ -75,6 +78,7 @@ def greedy_by_forward(params, prompt, new):
 def test_greedy_tokens_and_logprobs_are_the_oracles(params):
     prompts = prompts_of([5, 12, 33])
     out = run(params, prompts, logprobs=True)
+    assert out.logprobs is not None
     for row, prompt in enumerate(prompts):
         tokens, logprobs = greedy_by_forward(params, prompt, 8)
         assert out.tokens[row].tolist() == tokens
@@ -145,11 +149,10 @@ def test_stream_hands_out_what_generate_returns(params, burst):
     }[burst]  # fmt: skip
     joined = np.concatenate([item.tokens for item in items], axis=1)
     assert (joined == whole.tokens).all()
-    np.testing.assert_allclose(
-        np.concatenate([item.logprobs for item in items], axis=1), whole.logprobs, atol=1e-6
-    )
+    logprobs = np.concatenate([np.asarray(item.logprobs) for item in items], axis=1)
+    np.testing.assert_allclose(logprobs, np.asarray(whole.logprobs), atol=1e-6)
     assert (items[-1].cache.history == whole.cache.history).all()
-    assert sum(np.asarray(item.lengths) for item in items).tolist() == [8, 8]
+    assert np.sum([item.lengths for item in items], axis=0).tolist() == [8, 8]
 
 
 def test_stream_stops_with_its_rows(chain):
@@ -294,7 +297,7 @@ def test_prompt_lists_are_checked():
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         pad_prompts([[1], []])
     with pytest.raises(TypeError, match="prompt 0 is text"):
-        pad_prompts(["a"])
+        pad_prompts(cast(Any, ["a"]))
     with pytest.raises(ValueError, match="mixed dtypes"):
         pad_prompts([np.array([1], np.int32), np.array([1], np.int64)])
     with pytest.raises(TypeError, match="float64"):
