@@ -98,13 +98,15 @@ def test_dynamic_rope_is_fixed_for_a_length_and_then_chunks_do_not_matter(params
 @pytest.mark.parametrize(
     "call, named",
     [
-        (lambda p, c: prefill(p, c, cast(Any, np.ones((1, 3))), ONE, config=CONFIG), "tokens is float64"),
+        (lambda p, c: prefill(p, c, cast(Any, np.ones((1, 3))), ONE, config=CONFIG),
+         "tokens is float64"),
         (lambda p, c: prefill(p, c, jnp.full((1, 3), 64), ONE, config=CONFIG), "token id 64"),
         (lambda p, c: prefill(p, c, jnp.full((2, 3), 1), jnp.ones(2, jnp.int32), config=CONFIG),
          "2 rows of tokens for a cache of 1"),
         (lambda p, c: prefill(p, c, jnp.ones((1, 40), jnp.int32), 40 * ONE, config=CONFIG),
          "0 tokens held \\+ 40 given \\+ 0 to generate = 40, beyond the cache's capacity of 32"),
-        (lambda p, c: prefill(p, c, jnp.ones((1, 3), jnp.int32), ONE, config=CONFIG, logits=cast(Any, "no")),
+        (lambda p, c: prefill(p, c, jnp.ones((1, 3), jnp.int32), ONE, config=CONFIG,
+                              logits=cast(Any, "no")),
          "logits = 'no'"),
         (lambda p, c: prefill(p, c, jnp.ones((1, 3), jnp.int32), ONE, config=CONFIG, chunk=-1),
          "chunk = -1"),
