@@ -221,7 +221,7 @@ def test_needle_prompts_hold_the_needle_at_its_depth():
     for prompt in prompts:
         context = decoded(prompt.context)
         answer = decoded(prompt.answer)
-        needle_line = f"\nThe secret number is{answer}.\n"
+        needle_line = f"\n\nRemember this: the secret number is{answer}.\n\n"
         assert context.count(needle_line) == 1
         at = context.index(needle_line)
         before = context[:at].removeprefix("<bos><turn>user\n")

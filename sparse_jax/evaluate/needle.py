@@ -34,7 +34,7 @@ WORDS = (
 )  # fmt: skip
 
 NAME = {"word": "city", "number": "number"}
-NEEDLE = "\nThe secret {name} is {answer}.\n"
+NEEDLE = "\n\nRemember this: the secret {name} is {answer}.\n\n"
 QUESTION = "\n\nWhat is the secret {name} mentioned in the text above?"
 REPLY = "The secret {name} is"
 
@@ -97,7 +97,7 @@ def needle(
 ) -> RecallResult:
     """One trial for each length and depth: is the hidden thing found?
 
-    The needle stands on a line of its own, at the sentence boundary nearest to its depth; the
+    The needle is a paragraph of its own, at the sentence boundary nearest to its depth; the
     question follows in the model's chat template, with the first words of the reply given. Each
     trial has its own stretch of the text and its own needle. The question is appended after
     `finish_prefill` (the method has compressed the text without knowing what it will be asked),
