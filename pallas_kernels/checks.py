@@ -5,6 +5,16 @@ import jax.numpy as jnp
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+def check_query(query, form: str) -> None:
+    """Demands a query of the form "[B, T, H, D]" or "[B, H, D]", no axis of it empty.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if query.ndim != form.count(",") + 1 or 0 in query.shape:
+        raise ValueError(f"query has shape {query.shape}; expected {form}, each at least 1")
+
+
 def check_floats(**arrays) -> None:
     """Demands one supported floating dtype for all arrays.
 
@@ -67,10 +77,12 @@ def check_window(window: int | None) -> None:
     """Demands None or a window of at least 1 token.
 
     Raises:
-        ValueError: it is less.
+        ValueError: it is less, or no int.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window = {window}; a window counts the current token: use >= 1 or None")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(
+            f"window = {window!r}; a window counts the current token: give an int >= 1 or None"
+        )
 
 
 def pick(implementations: dict, name: str | None, *, default: str):

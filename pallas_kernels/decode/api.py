@@ -44,8 +44,7 @@ def decode_attention(
     Raises:
         ValueError, TypeError: shapes, dtypes or options disagree; the message names them.
     """
-    if query.ndim != 3:
-        raise ValueError(f"query has shape {query.shape}; expected [B, H, D]")
+    checks.check_query(query, "[B, H, D]")
     batch, heads, dim = query.shape
     checks.check_heads(heads, kv_heads)
     checks.check_pages(key_pages, value_pages, batch=batch, kv_heads=kv_heads, head_dim=dim)

@@ -46,8 +46,7 @@ def prefill_attention(
     Raises:
         ValueError, TypeError: shapes, dtypes or options disagree; the message names them.
     """
-    if query.ndim != 4:
-        raise ValueError(f"query has shape {query.shape}; expected [B, T, H, D]")
+    checks.check_query(query, "[B, T, H, D]")
     batch, _, heads, dim = query.shape
     checks.check_heads(heads, kv_heads)
     checks.check_pages(key_pages, value_pages, batch=batch, kv_heads=kv_heads, head_dim=dim)
