@@ -154,10 +154,11 @@ def run_fetch(args: argparse.Namespace) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    from sparse_jax.loading import export_hf, load_model, save_model
+    from sparse_jax.loading import check_free, export_hf, load_model, save_model
 
     if args.to == "hf" and args.overwrite:
         raise ValueError("--overwrite works for --to orbax only; remove the directory first")
+    check_free(args.target, args.overwrite)
     model = load_model(args.source, dtype=args.dtype, progress=True)
     if args.to == "hf":
         export_hf(args.target, model)

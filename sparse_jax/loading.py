@@ -93,7 +93,7 @@ def save_model(path: str | os.PathLike[str], model: Model, *, overwrite: bool = 
         FileExistsError: something is there.
     """
     path = Path(path)
-    _check_free(path, overwrite)
+    check_free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
@@ -139,7 +139,7 @@ def fetch_demo_model(path: str | os.PathLike[str] | None = None, *, progress: bo
     target = default_cache_dir() / _DEMO_NAME if path is None else Path(path)
     if _is_own(target):
         return target
-    _check_free(target, overwrite=False)
+    check_free(target, overwrite=False)
     file = download_demo_gguf(progress=progress)
     save_model(target, load_model(file, progress=progress))
     return target
@@ -223,7 +223,13 @@ def _check_params(path: Path, model: Model) -> None:
             )
 
 
-def _check_free(path: Path, overwrite: bool) -> None:
+def check_free(path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Whether a model may be written to `path`: nothing is there, or one of ours to replace.
+
+    Raises:
+        FileExistsError: it may not.
+    """
+    path = Path(path)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
