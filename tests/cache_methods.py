@@ -1,0 +1,36 @@
+"""The cache methods under test: a new one enrols by a line in METHODS, with a budget that covers
+208 tokens a row. There it must be dense."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import TOLERANCE
+
+from sparse_jax.caches import Cache, Dense, empty_cache
+from sparse_jax.config import ModelConfig
+from sparse_jax.sampling import SamplingParams
+
+METHODS = [Dense(), Dense(page=16)]
+every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
+
+CONFIG = ModelConfig.tiny()
+GREEDY = SamplingParams(max_new_tokens=8, logprobs=True)
+
+
+def new_cache(method, rows: int, capacity: int = 80, config: ModelConfig = CONFIG) -> Cache:
+    """Empty, and all memory that will hold keys or values is NaN until written."""
+    cache = empty_cache(method, config, rows, capacity, jnp.float32)
+
+    def poison(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.asarray(np.full(leaf.shape, np.nan, leaf.dtype))
+
+    return dataclasses.replace(cache, state=jax.tree.map(poison, cache.state))
+
+
+def near(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)

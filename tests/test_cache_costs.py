@@ -1,0 +1,249 @@
+"""What every cache method costs: bytes, copies, compiles; and what it refuses."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_methods import GREEDY, every_method, near, new_cache
+from compiles import count_compiles, in_place
+from tiny_models import (
+    batch,
+    forward_logits,
+    ints,
+    random_params,
+    random_prompts,
+    rows_of,
+)
+
+from sparse_jax import generation
+from sparse_jax.caches import Dense, empty_cache, fork, truncate
+from sparse_jax.config import ModelConfig
+from sparse_jax.generation import generate
+from sparse_jax.inference import decode_step, finish_prefill, prefill, run_token
+from sparse_jax.sampling import SamplingParams
+
+# One layer: what a cache costs doesn't hang on their number, and compiling takes half the time.
+CONFIG = ModelConfig.tiny(num_layers=1)
+fresh = functools.partial(new_cache, config=CONFIG)
+
+
+# Bytes.
+
+
+@every_method
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows,capacity", [(1, 1), (3, 16), (2, 17), (1, 100), (4, 600)])
+def test_promised_bytes_are_the_buffers(method, dtype, rows, capacity):
+    promised = method.nbytes(CONFIG, rows, capacity, jnp.dtype(dtype))
+    cache: Any = jax.eval_shape(
+        lambda: empty_cache(method, CONFIG, rows, capacity, jnp.dtype(dtype))
+    )
+    leaves = jax.tree.leaves(cache.state)
+    assert promised == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@every_method
+def test_bytes_stay_what_was_promised(method):
+    """Real buffers, before and after use."""
+    cache = fresh(method, 2)
+    promised = method.nbytes(CONFIG, 2, 80, jnp.float32)
+    for _ in range(2):
+        assert cache.nbytes == promised
+        assert promised == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.state))
+        _, cache = decode_step(random_params(CONFIG), cache, ints([1, 2]), config=CONFIG)
+
+
+# In place.
+
+
+def a_step(method, config, rows, dtype, capacity):
+    """The compiled decode step, its cache donated, and the bytes of that cache."""
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), random_params(config)
+    )
+    cache: Any = jax.eval_shape(
+        lambda: empty_cache(method, config, rows, capacity, jnp.dtype(dtype))
+    )
+    step = jax.jit(run_token, static_argnames="config", donate_argnames="cache")
+    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    active = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+    program = step.lower(params, cache, tokens, active, config=config).compile()
+    return program, method.nbytes(config, rows, capacity, jnp.dtype(dtype))
+
+
+def wide(kv_heads: int) -> ModelConfig:
+    """Caches that are large beside all else: 4096 slots of 64 numbers for each pair of heads, in
+    two layers, so that a copy of one layer's keys is a quarter of it."""
+    return ModelConfig.tiny(
+        num_heads=2 * kv_heads, num_kv_heads=kv_heads, head_dim=64, max_positions=4096
+    )
+
+
+@every_method
+@pytest.mark.parametrize(
+    "rows,kv_heads,dtype",
+    [(1, 1, "float32"), (1, 3, "bfloat16"), (4, 1, "bfloat16"), (4, 3, "float32")],
+)
+def test_a_decode_step_holds_no_second_cache(method, rows, kv_heads, dtype):
+    program, size = a_step(method, wide(kv_heads), rows, dtype, 4096)
+    aliased, temporary = in_place(program)
+    assert aliased >= size
+    assert temporary < size / 4
+
+
+@every_method
+@pytest.mark.parametrize("rows,kv_heads,dtype", [(1, 1, "bfloat16"), (4, 3, "float32")])
+def test_the_loop_of_generate_holds_no_second_cache(method, rows, kv_heads, dtype):
+    config = wide(kv_heads)
+    cache = empty_cache(method, config, rows, 4096, jnp.dtype(dtype))
+    params = random_params(config, dtype)
+    # No public function gives out the program without running it.
+    job = generation._prepare(
+        params, *batch(random_prompts(*[5] * rows)), config, cache, GREEDY, None, "right", None
+    )
+    program = generation._run.lower(
+        params, job.cache, job.tokens, job.lengths, job.values, job.limit, plan=job.plan
+    ).compile()
+    aliased, temporary = in_place(program)
+    assert aliased >= cache.nbytes
+    assert temporary < cache.nbytes / 4
+
+
+# Donated buffers.
+
+
+@every_method
+def test_a_donated_cache_is_refused(method):
+    params, (tokens, counts) = random_params(CONFIG), batch(random_prompts(5, 12), width=37)
+    uses = [
+        lambda cache: prefill(params, cache, tokens, counts, config=CONFIG),
+        lambda cache: decode_step(params, cache, tokens[:, 0], config=CONFIG),
+        lambda cache: finish_prefill(cache, config=CONFIG),
+        lambda cache: generate(params, tokens, counts, config=CONFIG, cache=cache, sampling=GREEDY),
+    ]
+    for use in uses:
+        cache = fresh(method, 2)
+        use(cache)
+        for again in (*uses, fork, lambda cache: truncate(cache, ints([0, 0]))):
+            with pytest.raises(ValueError, match="cache: its buffers were donated"):
+                again(cache)
+
+
+@every_method
+def test_buffers_that_are_one_array_are_refused(method):
+    cache = fresh(method, 2)
+    leaves, tree = jax.tree.flatten(cache.state)
+    twins = [
+        (a, b) for b in range(len(leaves)) for a in range(b) if leaves[a].aval == leaves[b].aval
+    ]
+    if not twins:
+        pytest.skip("no two buffers of one shape")
+    first, second = twins[0]
+    leaves[second] = leaves[first]
+    cache = dataclasses.replace(cache, state=jax.tree.unflatten(tree, leaves))
+    with pytest.raises(ValueError, match="cache: two of its leaves are the same array"):
+        prefill(random_params(CONFIG), cache, *batch(random_prompts(5, 12)), config=CONFIG)
+
+
+# Writing past the end.
+
+
+@every_method
+def test_what_does_not_fit_is_refused_before_anything_runs(method):
+    params, rows = random_params(CONFIG), random_prompts(6, 2)
+    run = functools.partial(prefill, params, config=CONFIG)
+    _, cache = run(fresh(method, 2, 8), *batch(rows, width=8))
+    before = jax.tree.map(np.array, cache)
+    tokens = ints([[0] * 8] * 2)
+    with count_compiles() as count:
+        with pytest.raises(ValueError, match="row 0: 6 tokens held .* = 9, beyond .* of 8"):
+            run(cache, tokens, ints([3, 0]))
+        with pytest.raises(ValueError, match="row 1: 2 tokens held .* = 9, beyond .* of 8"):
+            run(cache, tokens, ints([2, 7]))
+        with pytest.raises(ValueError, match="row 0: 6 .* 1 given .* 2 to generate = 9"):
+            generate(
+                params, tokens, ints([1, 1]), config=CONFIG, cache=cache,
+                sampling=SamplingParams(max_new_tokens=2),
+            )  # fmt: skip
+        with pytest.raises(ValueError, match="capacity = 8; this call needs 10 tokens"):
+            generate(
+                params, *batch(rows), config=CONFIG, cache=method, capacity=8,
+                sampling=SamplingParams(max_new_tokens=4),
+            )  # fmt: skip
+    assert count.value == 0
+    jax.tree.map(np.testing.assert_array_equal, cache, before)
+
+
+@every_method
+def test_a_full_row_waits_while_others_go_on(method):
+    """Row 0 is filled to its last slot, and stays as it is while row 1 is fed three tokens."""
+    params, rows = random_params(CONFIG), random_prompts(8, 8)
+    expected = forward_logits(CONFIG, params, rows)
+    _, cache = prefill(params, fresh(method, 2, 8), *batch([rows[0], rows[1][:4]]), config=CONFIG)
+    step = functools.partial(decode_step, params, config=CONFIG)
+    before = jax.tree.map(np.array, cache.state)
+    for at in range(4, 7):
+        tokens = ints([rows[0][0], rows[1][at]])
+        logits, cache = step(cache, tokens, active=jnp.asarray(np.array([False, True])))
+        near(logits[1], expected[1, at])
+    np.testing.assert_array_equal(cache.lengths, [8, 7])
+    np.testing.assert_array_equal(cache.history[0], rows[0])
+    if isinstance(method, Dense):  # where the first half of the pages is row 0's
+        for ours, theirs in zip(
+            jax.tree.leaves((cache.state.keys, cache.state.values)),
+            jax.tree.leaves((before.keys, before.values)),
+            strict=True,
+        ):
+            half = len(theirs) // 2
+            np.testing.assert_array_equal(ours[:half], theirs[:half])
+    with pytest.raises(ValueError, match="row 0: 8 tokens held .* = 9, beyond"):
+        step(cache, ints([0, 0]))
+    logits, cache = step(cache, ints([0, rows[1][7]]), active=jnp.asarray(np.array([False, True])))
+    near(logits[1], expected[1, 7])
+
+
+# Compiles.
+
+
+@every_method
+def test_prompts_of_one_to_64_compile_once_a_bucket(method):
+    params, prompt = random_params(CONFIG), random_prompts(64)[0]
+    sampling = SamplingParams(max_new_tokens=2)
+    passes, solo = [], {}
+    for _ in range(2):
+        with count_compiles() as count:
+            for length in range(1, 65):
+                out = generate(
+                    params, *batch([prompt[:length]]), config=CONFIG, cache=method,
+                    sampling=sampling,
+                )  # fmt: skip
+                solo[length] = rows_of(out)[0]
+        passes.append(count.value)
+    assert passes[0] <= 3  # 16, 32, 64
+    assert passes[1] == 0
+    # The bucket of another row's prompt is one's own: it changes nothing.
+    rows = [prompt[:length] for length in (5, 40)]
+    out = generate(params, *batch(rows), config=CONFIG, cache=method, sampling=sampling)
+    assert rows_of(out) == [solo[5], solo[40]]
+
+
+@every_method
+def test_200_steps_compile_once(method):
+    """For a batch of 1, then of 3; true positions to the end, as `forward` has them."""
+    params, rows = random_params(CONFIG), random_prompts(200, 200, 200)
+    expected = forward_logits(CONFIG, params, rows, width=200)
+    for size in (1, 3):
+        cache = fresh(method, size, 208)
+        tokens = ints(rows[:size])
+        logits, cache = decode_step(params, cache, tokens[:, 0], config=CONFIG)
+        with count_compiles() as count:
+            for at in range(1, 200):
+                logits, cache = decode_step(params, cache, tokens[:, at], config=CONFIG)
+                if at in (15, 16, 127, 199):
+                    near(np.asarray(logits), expected[:size, at])
+        assert count.value == 0
+        np.testing.assert_array_equal(cache.lengths, [200] * size)
