@@ -39,35 +39,35 @@ def append_tokens(
     Moves O(B T) tokens, whatever the capacity.
     """
     batch, tokens, kv_heads, _ = new.shape
-    if tokens == 1:
-        return _append_one(pages, new[:, 0], starts, counts)
-    size = pages.shape[1]
     count = pages_per_sequence(pages, batch, kv_heads)
-    touched = min(count, (tokens + size - 2) // size + 1)
-    for row in range(batch):
-        pages = _append_row(pages, new[row], starts[row], counts[row], row, count, touched)
-    return pages
+    append_row = _append_one if tokens == 1 else _append_many
+
+    def append(row, pages):
+        return append_row(pages, new[row], starts[row], counts[row], row, count)
+
+    if batch == 1:
+        return append(0, pages)
+    # A loop, still in place: unrolled, 64 rows take a minute to compile for every layer.
+    return lax.fori_loop(0, batch, append, pages)
 
 
-def _append_one(pages, new, starts, counts):
-    """One token a row: read the slot, choose, write it back."""
-    batch, kv_heads, _ = new.shape
+def _append_one(pages, new, start, length, row, count):
+    """One token [1, K, D]: read its slot, choose, write it back."""
+    _, kv_heads, dim = new.shape
     size = pages.shape[1]
-    count = pages_per_sequence(pages, batch, kv_heads)
-    for row in range(batch):
-        # A finished row at full capacity has no slot of its own: aim at its last one, keep it.
-        position = jnp.minimum(starts[row], count * size - 1)
-        at = ((row * count + position // size) * kv_heads, position % size, 0)
-        old = lax.dynamic_slice(pages, at, (kv_heads, 1, pages.shape[2]))
-        block = jnp.where(counts[row] > 0, new[row][:, None], old)
-        pages = lax.dynamic_update_slice(pages, block, at)
-    return pages
+    # A finished row at full capacity has no slot of its own: aim at its last one, keep it.
+    position = jnp.minimum(start, count * size - 1)
+    at = ((row * count + position // size) * kv_heads, position % size, 0)
+    old = lax.dynamic_slice(pages, at, (kv_heads, 1, dim))
+    block = jnp.where(length > 0, new.swapaxes(0, 1), old)
+    return lax.dynamic_update_slice(pages, block, at)
 
 
-def _append_row(pages, new, start, length, row, count, touched):
+def _append_many(pages, new, start, length, row, count):
     """Read-modify-write of the run of pages that `start ... start + length` can touch."""
     tokens, kv_heads, dim = new.shape
     size = pages.shape[1]
+    touched = min(count, (tokens + size - 2) // size + 1)
     first = jnp.minimum(start // size, count - touched)
     offset = start - first * size
     # T spare slots behind the run, so that the pad tokens of a chunk fall off its end.

@@ -79,6 +79,8 @@ SHAPES = [
     (1, 24, 2, 4, 8, 2, "float32"),
     (2, 7, 2, 4, 16, 1, "float16"),
     (2, 21, 1, 4, 5, 6, "float32"),
+    (11, 1, 2, 2, 4, 2, "bfloat16"),
+    (11, 5, 1, 2, 4, 3, "float32"),
 ]
 
 
@@ -145,7 +147,9 @@ def test_the_layout_is_as_documented():
                 np.testing.assert_array_equal(apart[row, c, head], pages[(row * 3 + c) * 2 + head])
 
 
-@pytest.mark.parametrize("batch,kv_heads,dtype", [(1, 1, "float32"), (4, 3, "bfloat16")])
+@pytest.mark.parametrize(
+    "batch,kv_heads,dtype", [(1, 1, "float32"), (4, 3, "bfloat16"), (12, 2, "float32")]
+)
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_append_is_in_place(batch, kv_heads, dtype, tokens):
     """Donated pages are written where they lie: no temporary of their size."""
