@@ -57,6 +57,16 @@ def check_tokens(
     check_ids(ids[column < sizes[:, None]], config)
 
 
+def check_width(tokens) -> None:
+    """Demands at least one column.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if tokens.shape[1] == 0:
+        raise ValueError(f"tokens has shape {tokens.shape}: there is nothing to feed")
+
+
 def check_ids(ids: np.ndarray, config: ModelConfig) -> None:
     """Demands ids in 0 ... V - 1.
 

@@ -20,6 +20,8 @@ from sparse_jax import checks
 from sparse_jax.caches.base import (
     Cache,
     CacheMethod,
+    check_method,
+    check_model,
     check_usable,
     context_limit,
     empty_cache,
@@ -207,6 +209,8 @@ def generate_timed(
 
 
 def _stream(params, job: "_Job", burst: int) -> Iterator[GenerateOutput]:
+    if job.cache is not None:
+        check_usable(job.cache)  # again: time has passed since the call
     progress = _begin(params, job.cache, job.tokens, job.lengths, job.values, plan=job.plan)
     handed = np.zeros(job.tokens.shape[0], np.int32)
     step, limit = 1, int(job.limit)
@@ -215,6 +219,7 @@ def _stream(params, job: "_Job", burst: int) -> Iterator[GenerateOutput]:
         yield _piece(progress, handed, lengths)
         if done.all() or step >= limit:
             return
+        check_usable(progress.cache)  # the caller had it in hand
         handed, step = lengths, min(step + burst, limit)
         progress = _continue(params, progress, job.values, np.int32(step), plan=job.plan)
 
@@ -275,10 +280,12 @@ def _prepare(params, tokens, lengths, config, cache, sampling, capacity, padding
     packed = pack(np.asarray(tokens), sizes, bucket_length(int(sizes.max()), chunk), padding)
     size = bucket_length(sampling.max_new_tokens)
     if isinstance(cache, Cache):
+        check_model(cache, config)
         _check_going_on(cache, sizes, sampling.max_new_tokens, capacity)
         method, capacity = None, cache.capacity
     else:
         method = cache
+        check_method(method)
         needed = int(sizes.max()) + sampling.max_new_tokens
         capacity = _capacity(config, capacity, needed, packed.shape[1] + size)
     plan = _Plan(

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from sparse_jax import checks
-from sparse_jax.caches.base import Cache, Span, check_usable
+from sparse_jax.caches.base import Cache, Span, check_model, check_usable
 from sparse_jax.caches.uncached import Uncached
 from sparse_jax.config import ModelConfig
 from sparse_jax.model import Params, hidden_states, logits_of, params_dtype
@@ -48,6 +48,7 @@ def forward(
     """
     params_dtype(params)
     checks.check_tokens(tokens, counts, config, allow_empty=True)
+    checks.check_width(tokens)
     return _forward(params, tokens, counts, config=config)
 
 
@@ -94,7 +95,10 @@ def prefill(
     """
     params_dtype(params)
     checks.check_tokens(tokens, counts, config, allow_empty=True)
+    if not cache.pending:
+        checks.check_width(tokens)
     check_usable(cache)
+    check_model(cache, config)
     checks.check_batch(cache, tokens.shape[0])
     checks.check_room(cache, counts)
     if logits not in ("last", "all"):
@@ -127,6 +131,7 @@ def _prefill(params, cache, tokens, counts, *, config, logits, chunk):
 def finish_prefill(cache: Cache, *, config: ModelConfig) -> Cache:
     """Tells the method that the prompt is complete; it may evict or compress. Donates the cache."""
     check_usable(cache)
+    check_model(cache, config)
     return _finish_prefill(cache, config=config)
 
 
@@ -158,6 +163,7 @@ def decode_step(
     """
     params_dtype(params)
     check_usable(cache)
+    check_model(cache, config)
     if cache.pending:
         raise ValueError(
             "cache: it has a pending token, which must be fed first; use prefill(params, cache, "
@@ -168,6 +174,8 @@ def decode_step(
     checks.check_batch(cache, tokens.shape[0])
     if active is None:
         active = jnp.ones(tokens.shape[0], bool)
+    elif getattr(active, "dtype", None) != jnp.bool_ or active.shape != tokens.shape:
+        raise TypeError(f"active is {active!r}; give a bool array [B], B = {tokens.shape[0]}")
     counts = active.astype(jnp.int32)
     checks.check_tokens(tokens[:, None], counts, config, allow_empty=True)
     checks.check_room(cache, counts)

@@ -5,6 +5,7 @@ result. Hidden states are `[B, T, E]` in the parameters' dtype; norms, softmax, 
 logits are float32.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -186,6 +187,7 @@ def hidden_states(
     rope_lengths: Int32[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Runs one chunk through all layers: final hidden states and the method's new state. Pure."""
+    check_params(params, config)  # once a compile, since it looks at shapes only
     module = Llama(config, params_dtype(params))
     return module.apply(  # type: ignore[return-value]
         {"params": params}, tokens, span, method, state, rope_lengths, decode
@@ -222,6 +224,36 @@ def init_params(key: Array, config: ModelConfig, dtype: Any) -> Params:
         method="everything",
     )
     return dict(variables["params"])
+
+
+def check_params(params: Params, config: ModelConfig) -> None:
+    """Demands the tree that the config describes: linen would ignore what it doesn't look for.
+
+    Raises:
+        ValueError: a leaf is missing, too many, or of another shape; the message has its path.
+    """
+    # Layers are alike, so that one is enough to know the shapes of all.
+    small = dataclasses.replace(config, num_layers=1, windows=(None,))
+    shapes = _shapes(abstract_params(small, jnp.float32))
+    expected = {}
+    for path, shape in shapes.items():
+        first, _, rest = path.partition("/")
+        names = [first]
+        if first == "layer_0":
+            names = [f"layer_{index}" for index in range(config.num_layers)]
+        expected |= {f"{name}/{rest}": shape for name in names}
+    found = _shapes(params)
+    for path in sorted(expected.keys() | found.keys()):
+        if expected.get(path) != found.get(path):
+            raise ValueError(
+                f"params: {path} is {found.get(path, 'missing')}, and the config wants "
+                f"{expected.get(path, 'none')}; give the config that belongs to the parameters"
+            )
+
+
+def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(str(entry.key) for entry in path): leaf.shape for path, leaf in leaves}
 
 
 def params_dtype(params: Params) -> Any:

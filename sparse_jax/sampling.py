@@ -6,12 +6,15 @@ temperatures compiles once.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
+
+_SMALLEST = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +27,14 @@ class SamplingParams:
     Attributes:
         max_new_tokens: tokens to generate at most, >= 1, the end-of-text token included.
         temperature: divides the logits; 0 takes the likeliest token (ties: the lowest id).
+            Otherwise at least 1e-6: below, quotients leave the range of float32.
         top_k: keep the k likeliest tokens, and those tied with the k-th.
-        top_p: keep the likeliest tokens until their probabilities reach p, in (0, 1].
+        top_p: keep the likeliest tokens until their probabilities reach p, in (0, 1], and those
+            tied with the last of them.
         min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1].
-        repetition_penalty: > 0; divides positive logits, multiplies negative ones, of every token
-            that the row holds already, prompt and earlier turns included (arXiv 1909.05858).
+        repetition_penalty: in [1e-6, 1e6]; divides positive logits, multiplies negative ones, of
+            every token that the row holds already, prompt and earlier turns included (arXiv
+            1909.05858).
         seed: row b draws from fold_in(key(seed), b), so that a draw depends on its row and step
             only.
         eos_ids: ids that end a row; None takes the model's, () lets nothing end it.
@@ -54,8 +60,12 @@ class SamplingParams:
         _whole("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; give a number below 2**32")
-        if not _is_number(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature!r}; give a number >= 0 (0: greedy)")
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or self.temperature >= _SMALLEST
+        ):
+            raise ValueError(
+                f"temperature = {self.temperature!r}; give 0 (greedy) or a number >= {_SMALLEST}"
+            )
         if self.top_k is not None:
             _whole("top_k", self.top_k, 1)
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
@@ -63,8 +73,12 @@ class SamplingParams:
         if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise ValueError(f"min_p = {self.min_p!r}; give a number in [0, 1], or None")
         penalty = self.repetition_penalty
-        if penalty is not None and not (_is_number(penalty) and penalty > 0):
-            raise ValueError(f"repetition_penalty = {penalty!r}; give a number > 0, or None")
+        if penalty is not None and not (
+            _is_number(penalty) and _SMALLEST <= penalty <= 1 / _SMALLEST
+        ):
+            raise ValueError(
+                f"repetition_penalty = {penalty!r}; give a number in [1e-6, 1e6], or None"
+            )
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         given = [name for name, value in filters.items() if value is not None]
         if self.temperature == 0 and given:
@@ -96,7 +110,8 @@ class SamplingParams:
         """The traced half."""
         return SamplerValues(
             temperature=np.float32(self.temperature),
-            top_k=np.int32(self.top_k or 0),
+            # All tokens are kept from V on, and V is an int32.
+            top_k=np.int32(min(self.top_k or 0, np.iinfo(np.int32).max)),
             top_p=np.float32(self.top_p or 1),
             min_p=np.float32(self.min_p or 0),
             penalty=np.float32(self.repetition_penalty or 1),
@@ -178,8 +193,9 @@ def filter_logits(
         if switches.top_p:
             share = jax.nn.softmax(ordered, axis=-1)
             before = jnp.cumsum(share, axis=-1) - share
-            # Kept as long as those before it haven't reached p: the first one always is.
-            keep = (before < values.top_p).at[:, 0].set(True)
+            # Kept as long as those before it haven't reached p: the first one always is, and all
+            # are at p = 1, which a rounded sum may pass early.
+            keep = ((before < values.top_p) | (values.top_p >= 1)).at[:, 0].set(True)
             lowest = jnp.where(keep, ordered, jnp.inf).min(-1)
             bound = jnp.maximum(bound, lowest)
         logits = jnp.where(logits >= bound[:, None], logits, -jnp.inf)
@@ -207,7 +223,7 @@ def _row_keys(seed, step, batch: int):
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole(name: str, value, minimum: int) -> None:

@@ -62,6 +62,40 @@ def test_ties_with_the_kth_stay():
     assert np.isfinite(np.asarray(found[0])).tolist() == [True, False, True, True, False]
 
 
+def test_ties_with_the_last_that_reaches_p_stay():
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    found = filter_logits(jnp.zeros((1, 10)), params.switches(()), params.values())
+    assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize("options", [{"top_p": 1.0}, {"top_k": 2**40}, {"min_p": 0}], ids=str)
+def test_a_filter_at_its_end_drops_nothing(options):
+    """50,000 shares whose rounded sum passes 1 before the last of them, among others."""
+    params = SamplingParams(temperature=1.0, **options)
+    for seed in (3, 19, 23):
+        logits = np.random.default_rng(seed).normal(size=(1, 50_000)).astype(np.float32)
+        found = filter_logits(jnp.asarray(logits), params.switches(()), params.values())
+        assert np.isfinite(np.asarray(found)).all()
+
+
+def test_rows_draw_apart_from_each_other():
+    """Rows with equal logits at one step: their draws follow the distribution, and change with
+    the seed."""
+    rows = 5_000
+    logits = jnp.tile(jnp.log(jnp.array([0.5, 0.3, 0.2])), (rows, 1))
+    history = jnp.full((rows, 1), -1)
+    draws = []
+    for seed in (0, 1):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        tokens, _ = sample(logits, history, jnp.int32(0), params.switches(()), params.values())
+        draws.append(np.asarray(tokens))
+        shares = np.bincount(draws[-1], minlength=3) / rows
+        # Five standard deviations.
+        np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], rtol=0, atol=5 * 0.5 / rows**0.5)
+    agree = (draws[0] == draws[1]).mean()
+    assert abs(agree - 0.38) < 5 * 0.5 / rows**0.5  # 0.5^2 + 0.3^2 + 0.2^2: independent
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie_and_its_own_logprob():
     params = SamplingParams(logprobs=True)
     logits = jnp.asarray([[0.0, 2.0, 2.0, 1.0]])
@@ -129,6 +163,8 @@ def test_end_of_text_ids_come_from_the_call_or_from_the_model():
     [
         ("max_new_tokens", 0), ("max_new_tokens", 2.0), ("max_new_tokens", True),
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", "hot"),
+        ("temperature", 1e-40), ("temperature", float("inf")), ("repetition_penalty", 1e-40),
+        ("repetition_penalty", float("inf")),
         ("top_k", 0), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1),
         ("min_p", 1.5), ("repetition_penalty", 0), ("seed", -1), ("seed", 2**32),
         ("eos_ids", [2]), ("eos_ids", (-1,)),

@@ -96,6 +96,7 @@ class Cache:
         capacity: static; tokens a row may reach.
         pending: static; True when each row's newest token (history[b, lengths[b]]) has been
             generated but not yet fed through the model. The next call feeds it first.
+        config: static; the model whose keys and values these are.
     """
 
     state: Any
@@ -103,6 +104,7 @@ class Cache:
     method: CacheMethod = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     pending: bool = dataclasses.field(metadata={"static": True})
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -130,8 +132,9 @@ def empty_cache(
 
     Raises:
         ValueError: batch or capacity below 1, or capacity beyond the model's context.
-        TypeError: another dtype.
+        TypeError: another dtype, or `method` is none.
     """
+    check_method(method)
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} = {value!r}; give an int >= 1")
@@ -148,6 +151,7 @@ def empty_cache(
         method=method,
         capacity=capacity,
         pending=False,
+        config=config,
     )
 
 
@@ -172,13 +176,14 @@ def truncate(cache: Cache, lengths) -> Cache:
         lengths: int32 [B], each at most what the row holds.
 
     Raises:
-        NotImplementedError: the method can't. ValueError: a row would grow.
+        NotImplementedError: the method can't. TypeError: not int32. ValueError: a row would grow.
     """
     check_usable(cache)
     method = cache.method
     if not hasattr(method, "truncate"):
         raise NotImplementedError(f"{type(method).__name__} can't take tokens back")
-    lengths = jnp.asarray(lengths, jnp.int32)
+    if getattr(lengths, "dtype", None) != jnp.int32:
+        raise TypeError(f"lengths is {lengths!r}; give an int32 array")
     if lengths.shape != (cache.batch,):
         raise ValueError(f"lengths has shape {lengths.shape}; expected ({cache.batch},)")
     if bool((lengths > cache.lengths).any()) or bool((lengths < 0).any()):
@@ -197,6 +202,35 @@ def truncate(cache: Cache, lengths) -> Cache:
         history=jnp.where(keep, cache.history, -1),
         pending=pending,
     )
+
+
+def check_method(method: Any) -> None:
+    """Refuses what is no cache method, such as its class or its name.
+
+    Raises:
+        TypeError: it lacks a function of `CacheMethod`, or is a class.
+    """
+    needed = ("init", "prefill", "decode", "advance", "finish_prefill", "nbytes")
+    if isinstance(method, type) or not all(callable(getattr(method, x, None)) for x in needed):
+        name = method.__name__ if isinstance(method, type) else repr(method)
+        raise TypeError(f"cache method {name}; give a method, such as Dense()")
+
+
+def check_model(cache: Cache, config: ModelConfig) -> None:
+    """Refuses a cache whose keys and values come from a model of another config.
+
+    Raises:
+        ValueError: a field differs (those of special ids may).
+    """
+    if cache.config == config:
+        return
+    for field in dataclasses.fields(config):
+        held, given = getattr(cache.config, field.name), getattr(config, field.name)
+        if held != given and field.name not in ("bos_id", "eos_ids", "pad_id"):
+            raise ValueError(
+                f"cache: it was made for a config with {field.name} = {held!r}, and this one has "
+                f"{given!r}; go on with the model that made it"
+            )
 
 
 def check_usable(cache: Cache) -> None:
