@@ -16,7 +16,18 @@ from sparse_jax.sampling import SamplingParams
 METHODS = [Dense(), Dense(page=16)]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
-CONFIG = ModelConfig.tiny()
+
+def with_values(names: str, common: list, more: list):
+    """Every method with the common values, and Dense(), the oracle of the others, with more: each
+    value is a compile, and each method is to cost about half a minute."""
+    cases = [(method, value) for method in METHODS for value in common]
+    cases += [(Dense(), value) for value in more]
+    flat = [(m, *(v if isinstance(v, tuple) else (v,))) for m, v in cases]
+    return pytest.mark.parametrize("method," + names, flat, ids=str)
+
+
+# One layer: compiles take half the time. `test_windows_of_the_model` has two.
+CONFIG = ModelConfig.tiny(num_layers=1)
 GREEDY = SamplingParams(max_new_tokens=8, logprobs=True)
 
 

@@ -57,8 +57,8 @@ CASES = [(*shape, "float32") for shape in SHAPES]
 CASES += [(*shape, "bfloat16") for shape in HALVES] + [(*SHAPES[3], "float16")]
 # The reference has no tiles to get wrong: fewer shapes, to spare compiles.
 CASES = [("xla", *case) for case in CASES]
-CASES += [("reference", *shape, "float32") for shape in SHAPES[1:5]]
-CASES += [("reference", *HALVES[2], "bfloat16"), ("reference", *SHAPES[3], "float16")]
+CASES += [("reference", *SHAPES[1], "float32"), ("reference", *SHAPES[4], "float32")]
+CASES += [("reference", *HALVES[2], "bfloat16")]
 LENGTHS = [1, 7, 63, 64, 65, 1000, 0]
 
 
@@ -180,8 +180,11 @@ def test_spare_memory_does_not_matter(implementation, window):
         jax.tree.map(np.testing.assert_array_equal, other, results[0])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (48, 2), (40, 2), (80, 4), (6, 6), (8, 1)])
+@pytest.mark.parametrize(
+    "implementation,heads,kv_heads",
+    [("reference", 4, 2)]
+    + [("xla", *shape) for shape in [(4, 2), (48, 2), (40, 2), (80, 4), (6, 6), (8, 1)]],
+)
 def test_heads_are_repeated_not_tiled(implementation, heads, kv_heads):
     """V of KV head h is the constant h: query head i gives i // (H / K)."""
     rng = np.random.default_rng(heads)
@@ -370,7 +373,3 @@ def test_a_chunk_without_tokens_is_refused():
         prefill_attention(
             numbers((2, 0, 4, 16)), starts=GOOD["lengths"], counts=GOOD["lengths"], **arguments
         )
-
-
-def test_good_input_passes_without_jit():
-    assert decode_attention(**GOOD).out.shape == (2, 4, 16)
