@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(PY) -m pyright
 
 test: lint
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 bench: $(STAMP)
 	$(PY) benchmarks/dense.py
