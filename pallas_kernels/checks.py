@@ -1,6 +1,11 @@
 """Validation shared by the public ops: shapes, dtypes and options, named in the error."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from pallas_kernels.quant.pages import QuantizedPages
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -43,24 +48,104 @@ def check_rows(batch: int, **arrays) -> None:
             raise ValueError(f"{name} has shape {array.shape}; expected ({batch},), one a row")
 
 
-def check_pages(key_pages, value_pages, *, batch: int, kv_heads: int, head_dim: int) -> None:
-    """Demands `[N, P, D]` pages in the contiguous layout, keys and values alike.
+def check_pages(key_pages, value_pages, *, head_dim: int) -> None:
+    """Demands `[N, P, D]` pages, keys and values alike, quantised or not.
 
     Raises:
         ValueError: shapes disagree with each other or with the query.
     """
-    if key_pages.ndim != 3 or key_pages.shape != value_pages.shape:
+    if len(key_pages.shape) != 3 or key_pages.shape != value_pages.shape:
         raise ValueError(
             f"key_pages {key_pages.shape} and value_pages {value_pages.shape} must be equal "
             "[N, P, D]"
         )
+    if 0 in key_pages.shape:
+        raise ValueError(f"key_pages {key_pages.shape} has an empty axis")
     if key_pages.shape[2] != head_dim:
         raise ValueError(f"pages have head_dim {key_pages.shape[2]}, the query {head_dim}")
-    if key_pages.shape[0] == 0 or key_pages.shape[0] % (batch * kv_heads):
+
+
+def check_quantized(key_pages, value_pages) -> None:
+    """Demands plain pages, or quantised keys by channel and values by token, well-formed.
+
+    Raises:
+        ValueError, TypeError: grouping, bits, a shape or a dtype is another.
+    """
+    for name, pages, by in (
+        ("key_pages", key_pages, "channel"),
+        ("value_pages", value_pages, "token"),
+    ):
+        if not isinstance(pages, QuantizedPages):
+            continue
+        if pages.bits not in (4, 8) or pages.by != by:
+            raise ValueError(
+                f"{name} have {pages.bits} bits by {pages.by}; use 4 or 8 bits, keys by channel "
+                "and values by token"
+            )
+        stored = jnp.int8 if pages.bits == 8 else jnp.uint8
+        if pages.codes.dtype != stored:
+            raise TypeError(f"{name}.codes are {pages.codes.dtype}; {pages.bits} bits: {stored}")
+        if pages.scales.dtype != pages.offsets.dtype:
+            raise TypeError(
+                f"{name}: scales are {pages.scales.dtype}, offsets {pages.offsets.dtype}"
+            )
+        count, size, dim = pages.shape
+        groups = pages.scales.shape[1 if by == "channel" else 2] if pages.scales.ndim == 3 else 0
+        grouped = size if by == "channel" else dim
+        right = (count, groups, dim) if by == "channel" else (count, size, groups)
+        fits = groups > 0 and grouped % groups == 0
+        if not fits or pages.scales.shape != right or pages.offsets.shape != right:
+            raise ValueError(
+                f"{name}: scales {pages.scales.shape} and offsets {pages.offsets.shape} do not "
+                f"divide pages {pages.shape} by {by}"
+            )
+
+
+def check_table(table, selected, *, batch: int, kv_heads: int, pages: int) -> None:
+    """Demands an int32 `[B, K, C]` block table (or a pool in the contiguous layout) and int32
+    `selected` that begins with `[B, K]`, with every id in range; -1 stands for no page.
+
+    Ids are looked at where they are known: in arrays outside `jit`. Inside, wrap the caller in
+    `jax.experimental.checkify.checkify` to have them looked at; without it an id out of range
+    counts as -1.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or id is wrong.
+    """
+    if table is None and pages % (batch * kv_heads):
         raise ValueError(
-            f"N = {key_pages.shape[0]} pages do not divide among {batch} sequences of "
-            f"{kv_heads} KV heads; allocate batch * pages * kv_heads of them"
+            f"N = {pages} pages do not divide among {batch} sequences of {kv_heads} KV heads; "
+            "allocate batch * pages * kv_heads of them, or give a table"
         )
+    count = pages // (batch * kv_heads) if table is None else 0
+    if table is not None:
+        _check_ids("table", table, batch, kv_heads, pages, "pages of the pool")
+        if table.ndim != 3:
+            raise ValueError(f"table has shape {table.shape}; expected [B, K, C]")
+        count = table.shape[2]
+    if selected is not None:
+        _check_ids("selected", selected, batch, kv_heads, count, "logical pages of a sequence")
+
+
+def _check_ids(name: str, ids, batch: int, kv_heads: int, stop: int, what: str) -> None:
+    if jnp.dtype(ids.dtype) != jnp.int32:
+        raise TypeError(f"{name} is {ids.dtype}; page ids are int32")
+    if ids.ndim < 3 or ids.shape[:2] != (batch, kv_heads):
+        raise ValueError(
+            f"{name} has shape {ids.shape}; expected it to begin with [B, K] = "
+            f"({batch}, {kv_heads}), then the pages"
+        )
+    message = f"{name} holds a page id outside -1 ... {stop - 1} ({what})"
+    if isinstance(ids, jax.core.Tracer):
+        wrong = (ids < -1) | (ids >= stop)
+        worst = jnp.where(wrong, ids, -1).reshape(-1)
+        worst = worst[jnp.argmax(jnp.abs(worst + 1))] if ids.size else jnp.int32(-1)
+        checkify.debug_check(~wrong.any(), message + ": {worst}", worst=worst)
+        return
+    held = np.asarray(ids)
+    wrong = held[(held < -1) | (held >= stop)]
+    if wrong.size:
+        raise ValueError(f"{message}: {wrong[0]}")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
@@ -71,18 +156,6 @@ def check_heads(heads: int, kv_heads: int) -> None:
     """
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"H = {heads} query heads are no multiple of K = {kv_heads} KV heads")
-
-
-def check_window(window: int | None) -> None:
-    """Demands None or a window of at least 1 token.
-
-    Raises:
-        ValueError: it is less, or no int.
-    """
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(
-            f"window = {window!r}; a window counts the current token: give an int >= 1 or None"
-        )
 
 
 def pick(implementations: dict, name: str | None, *, default: str):

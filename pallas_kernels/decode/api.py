@@ -6,6 +6,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.decode import reference, xla
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.types import AttentionOutput
 
 Implementation = Literal["reference", "xla"]
@@ -17,39 +19,60 @@ _IMPLEMENTATIONS = {
 
 def decode_attention(
     query: Float[Array, "B H D"],
-    key_pages: Float[Array, "N P D"],
-    value_pages: Float[Array, "N P D"],
+    key_pages: Float[Array, "N P D"] | QuantizedPages,
+    value_pages: Float[Array, "N P D"] | QuantizedPages,
     lengths: Int32[Array, " B"],
     *,
     kv_heads: int,
+    table: Int32[Array, "B K C"] | None = None,
+    selected: Int32[Array, "B K M"] | None = None,
     window: int | None = None,
+    sinks: int = 0,
+    stride: int | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionOutput:
     """Attention of each sequence's newest token over its cached tokens.
 
-    The query of row b stands at position `lengths[b] - 1` and sees the last `window` of the
-    slots 0 ... lengths[b] - 1, its own included; a row of length 0 sees nothing (out 0, lse
-    -inf). Query head h reads KV head h // (H / K). Scores are scaled by D ** -0.5; softmax is in
-    float32.
+    The query of row b stands at position `lengths[b] - 1`. It sees the positions up to its own
+    that are among the last `window`, or among the first `sinks`, or a multiple of `stride` (all of
+    them without a window), and that lie on a `selected` page if pages are selected. A row that
+    sees nothing gives out 0, lse -inf. Query head h reads KV head h // (H / K). Scores are scaled
+    by D ** -0.5; softmax is in float32. Only pages that hold a visible position are read.
 
     Args:
         query: rotated queries, float32, bfloat16 or float16.
-        key_pages, value_pages: contiguous pages (see `pallas_kernels.pages`), the newest token
-            already appended; same dtype as the query. Unwritten slots may hold anything.
+        key_pages, value_pages: the pool; the newest token already written; same dtype as the
+            query, or quantised: keys by channel, values by token. Unwritten slots may hold
+            anything.
         lengths: tokens each row holds, the newest included, int32 [B].
         kv_heads: K.
+        table: the page of the pool that holds logical page c (positions c * P ... c * P + P - 1)
+            of each KV head of each row; -1 for none, whose positions weigh 0. None: the pool is
+            in the contiguous layout (`pallas_kernels.pages`).
+        selected: logical pages to attend to, each at most once, in any order; -1 for none.
         window: tokens the query sees, itself included; None for all.
+        sinks: tokens at the start that it sees besides.
+        stride: it also sees positions that are a multiple of this.
         implementation: force one; None picks for the platform.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options disagree; the message names them.
+        ValueError, TypeError: shapes, dtypes, page ids or options disagree; the message names
+            them.
     """
     checks.check_query(query, "[B, H, D]")
     batch, heads, dim = query.shape
     checks.check_heads(heads, kv_heads)
-    checks.check_pages(key_pages, value_pages, batch=batch, kv_heads=kv_heads, head_dim=dim)
+    checks.check_pages(key_pages, value_pages, head_dim=dim)
+    checks.check_quantized(key_pages, value_pages)
     checks.check_floats(query=query, key_pages=key_pages, value_pages=value_pages)
     checks.check_rows(batch, lengths=lengths)
-    checks.check_window(window)
+    pages = key_pages.shape[0]
+    checks.check_table(table, selected, batch=batch, kv_heads=kv_heads, pages=pages)
+    if selected is not None and selected.ndim != 3:
+        raise ValueError(f"selected has shape {selected.shape}; expected [B, K, M]")
+    pattern = Pattern(window, sinks, stride)
     run = checks.pick(_IMPLEMENTATIONS, implementation, default="xla")
-    return run(query, key_pages, value_pages, lengths, kv_heads=kv_heads, window=window)
+    return run(
+        query, key_pages, value_pages, lengths,
+        kv_heads=kv_heads, pattern=pattern, table=table, selected=selected,
+    )  # fmt: skip

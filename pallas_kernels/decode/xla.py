@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.page_lists import list_pages
 from pallas_kernels.pages import pages_per_sequence
+from pallas_kernels.patterns import Pattern
+from pallas_kernels.quant.pages import QuantizedPages
+from pallas_kernels.quant.reference import dequantize
 from pallas_kernels.types import AttentionOutput
 
 
@@ -20,19 +24,85 @@ def decode_attention(
     lengths: Int32[Array, " B"],
     *,
     kv_heads: int,
-    window: int | None,
+    pattern: Pattern,
+    table: Int32[Array, "B K C"] | None,
+    selected: Int32[Array, "B K M"] | None,
 ) -> AttentionOutput:
-    """See `pallas_kernels.decode.api.decode_attention`.
+    """See `pallas_kernels.decode.api.decode_attention`."""
+    if (
+        table is None
+        and selected is None
+        and not pattern.sinks
+        and pattern.stride is None
+        and not isinstance(key_pages, QuantizedPages)
+    ):
+        return _contiguous(
+            query, key_pages, value_pages, lengths, kv_heads=kv_heads, window=pattern.window
+        )
+    return _listed(
+        query,
+        key_pages,
+        value_pages,
+        lengths,
+        kv_heads=kv_heads,
+        pattern=pattern,
+        table=table,
+        selected=selected,
+    )
 
-    Reads all N pages once: 2 * N * P * D elements, whatever the lengths.
-    """
+
+def _listed(query, key_pages, value_pages, lengths, *, kv_heads, pattern, table, selected):
+    batch, heads, dim = query.shape
+    size = key_pages.shape[1]
+    pages = list_pages(
+        lengths,
+        pattern,
+        kv_heads=kv_heads,
+        pages=key_pages.shape[0],
+        size=size,
+        table=table,
+        selected=selected,
+    )
+    slot = pages.logical[..., None] * size + jnp.arange(size)
+    end = lengths[:, None, None, None]
+    seen = pattern.visible(slot, end - 1) & (pages.physical >= 0)[..., None]
+    seen = seen.reshape(batch, kv_heads, -1)
+
+    def read(pool):
+        if isinstance(pool, QuantizedPages):
+            pool = dequantize(pool).astype(query.dtype)
+        chosen = pool[jnp.maximum(pages.physical, 0)].reshape(batch, kv_heads, -1, dim)
+        return jnp.where(seen[..., None], chosen, 0)
+
+    key, value = read(key_pages), read(value_pages)
+    grouped = query.reshape(batch, kv_heads, -1, dim)
+    scores = (
+        jnp.einsum("bkgd,bksd->bkgs", grouped, key, preferred_element_type=jnp.float32) * dim**-0.5
+    )
+    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    peak = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak))
+    total = weights.sum(-1)
+    safe = jnp.where(total == 0, 1.0, total)
+    out = jnp.einsum(
+        "bkgs,bksd->bkgd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    out = (out / safe[..., None]).reshape(batch, heads, dim).astype(query.dtype)
+    lse = jnp.where(total == 0, -jnp.inf, peak[..., 0] + jnp.log(safe))
+    return AttentionOutput(out, lse.reshape(batch, heads))
+
+
+def _contiguous(
+    query, key_pages, value_pages, lengths, *, kv_heads: int, window: int | None
+) -> AttentionOutput:
+    """Reads all N pages once: 2 * N * P * D elements, whatever the lengths."""
     batch, heads, dim = query.shape
     group = heads // kv_heads
     if group == 1 and query.dtype.itemsize == 2:
         # XLA's CPU back end multiplies a single 16-bit row by widening all keys in a copy; a twin
         # row avoids that and costs next to nothing where memory is the bound.
         twins = jnp.repeat(query, 2, axis=1)
-        out, lse = decode_attention(
+        out, lse = _contiguous(
             twins, key_pages, value_pages, lengths, kv_heads=kv_heads, window=window
         )
         return AttentionOutput(out[:, ::2], lse[:, ::2])

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.pages import by_sequence
+from pallas_kernels.patterns import Pattern
 from pallas_kernels.types import AttentionOutput
 
 # Chosen on a 2-core CPU: rows (queries times the heads that share a KV head) and keys of one
@@ -25,9 +26,15 @@ def prefill_attention(
     counts: Int32[Array, " B"],
     *,
     kv_heads: int,
-    window: int | None,
+    pattern: Pattern,
+    table: Int32[Array, "B K C"] | None,
+    selected: Int32[Array, "B K Q M"] | None,
+    query_block: int,
 ) -> AttentionOutput:
     """See `pallas_kernels.prefill.api.prefill_attention`."""
+    if table is not None or selected is not None or pattern.sinks or pattern.stride is not None:
+        raise NotImplementedError
+    window = pattern.window
     batch, tokens, heads, dim = query.shape
     group = heads // kv_heads
     block = min(max(1, _ROWS // group), tokens)
