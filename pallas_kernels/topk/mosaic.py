@@ -66,29 +66,42 @@ def _unsupported(query, kv_heads: int, *, step: int) -> str | None:
     return None
 
 
-def candidate_tiles(card: Card, *, batch: int, kv_heads: int, count: int, size: int) -> list[Tiles]:
-    """Tiles worth measuring; `size` is the page size for tokens, `count` the rows for pages."""
-    rows = [rows for rows in (128, 64, 32, 16) if size % rows == 0 or rows == 64 <= size == count]
-    steps = -(-count // rows[-1])
+def candidate_tiles(
+    card: Card, *, batch: int, kv_heads: int, count: int, dim: int, size: int | None = None
+) -> list[Tiles]:
+    """Tiles worth measuring, for what `default_tiles` takes."""
     found = []
-    for blocks in (1, 2, 4, 8):
-        splits = max(1, min(steps, -(-card.processors * blocks // (batch * kv_heads))))
-        found += [Tiles(splits, each) for each in rows[:2]]
+    for rows in _row_counts(count, dim, size)[:3]:
+        for blocks in (2, 4, 8):
+            wanted = -(-blocks * card.processors // (batch * kv_heads))
+            found.append(Tiles(max(1, min(wanted, -(-count // rows))), rows))
     return list(dict.fromkeys(found))
 
 
-def default_tiles(card: Card, *, batch: int, kv_heads: int, count: int, size: int) -> Tiles:
-    """Tiles that always work: 64 rows where the page has them, four blocks a processor.
+def default_tiles(
+    card: Card, *, batch: int, kv_heads: int, count: int, dim: int, size: int | None = None
+) -> Tiles:
+    """Tiles that always work: 64 rows where they fit, four blocks of threads a processor.
 
     Args:
         card: the GPU.
         batch, kv_heads: B, K.
         count: rows that each KV head of each sequence has: pages, or positions.
-        size: rows that lie side by side: `count` for pages, the page size for tokens.
+        dim: width of a row: 2 D for pages, D for tokens.
+        size: tokens a page; None for pages, any 64 of which lie side by side.
     """
-    rows = 64 if size == count else next(rows for rows in (64, 32, 16) if size % rows == 0)
+    rows = _row_counts(count, dim, size)[0]
     wanted = -(-4 * card.processors // (batch * kv_heads))
     return Tiles(max(1, min(wanted, -(-count // rows))), rows)
+
+
+def _row_counts(count: int, dim: int, size: int | None) -> list[int]:
+    """Rows that a block can take at a time, the likely best first."""
+    fitting = (
+        rows for rows in (64, 32, 128, 48, 16) if rows <= count and (size or rows) % rows == 0
+    )
+    # 16-bit pairs of the rows in each thread: 255 registers hold them and all the rest.
+    return [rows for rows in fitting if rows * dim // (64 * _row_warps(rows)) <= 128]
 
 
 def page_scores(
@@ -104,7 +117,7 @@ def page_scores(
     batch, _, dim = query.shape
     _, count, width = summaries.shape
     if tiles is None:
-        tiles = default_tiles(_card(), batch=batch, kv_heads=kv_heads, count=count, size=count)
+        tiles = default_tiles(_card(), batch=batch, kv_heads=kv_heads, count=count, dim=width)
     rows, splits = tiles.rows, tiles.splits
     steps = -(-count // rows)
     share = -(-steps // splits)
@@ -152,7 +165,7 @@ def token_scores(
     count = pool // (batch * kv_heads) if table is None else table.shape[2]
     if tiles is None:
         tiles = default_tiles(
-            _card(), batch=batch, kv_heads=kv_heads, count=count * size, size=size
+            _card(), batch=batch, kv_heads=kv_heads, count=count * size, dim=dim, size=size
         )
     rows, splits = tiles.rows, tiles.splits
     parts = size // rows  # steps a page
