@@ -155,6 +155,16 @@ def test_page_scores_refuse_few_pages():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("tiles", [Tiles(1, 128), Tiles(1, 24), Tiles(0, 64)])
+def test_tiles_that_do_not_fit_are_refused(tiles):
+    query, pages = draw(2, 1, 16, 2, 64, "bfloat16", lengths=LENGTHS[:1])
+    with pytest.raises(ValueError, match="tiles = Tiles.*rows must be"):
+        mosaic.token_scores(query, pages, LENGTHS[:1], kv_heads=1, table=None, tiles=tiles)
+    summaries = jnp.zeros((1, 64, 32), jnp.bfloat16)
+    with pytest.raises(ValueError, match="tiles = Tiles.*rows must be"):
+        mosaic.page_scores(query, summaries, LENGTHS[:1], kv_heads=1, size=64, tiles=tiles)
+
+
 @pytest.mark.parametrize("count,size", [(64, None), (2001, None), (131072, 64), (48, 48), (16, 16)])
 @pytest.mark.parametrize("card", CARDS)
 def test_tiles_fit(card, count, size):

@@ -7,6 +7,7 @@ length, so that what lies behind it costs nothing.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def unsupported_pages(query, summaries, *, kv_heads: int) -> str | None:
 def unsupported_tokens(query, key_pages, *, kv_heads: int) -> str | None:
     """Why `token_scores` cannot serve these arrays; None where it can."""
     if isinstance(key_pages, QuantizedPages):
-        return "reads no quantised pages here"
+        return "scores plain pages, not quantised ones"
     if key_pages.shape[1] % 16:
         return f"needs a page size that is a multiple of 16, not {key_pages.shape[1]}"
     return _unsupported(query, kv_heads, step=16)
@@ -118,7 +119,7 @@ def page_scores(
     _, count, width = summaries.shape
     if tiles is None:
         tiles = default_tiles(_card(), batch=batch, kv_heads=kv_heads, count=count, dim=width)
-    rows, splits = tiles.rows, tiles.splits
+    rows, splits = _checked(tiles, fits=tiles.rows <= count)
     steps = -(-count // rows)
     share = -(-steps // splits)
     right = _columns(signed_halves(query), kv_heads, rows)
@@ -167,17 +168,14 @@ def token_scores(
         tiles = default_tiles(
             _card(), batch=batch, kv_heads=kv_heads, count=count * size, dim=dim, size=size
         )
-    rows, splits = tiles.rows, tiles.splits
+    rows, splits = _checked(tiles, fits=size % tiles.rows == 0)
     parts = size // rows  # steps a page
     share = -(-count * parts // splits)
     right = _columns(query, kv_heads, rows)
     layouts = _layouts(query.dtype, rows)
 
     def body(lengths_ref, *refs):
-        table_ref, (right_ref, pages_ref, out_ref) = (
-            (refs[0] if table is not None else None),
-            refs[-3:],
-        )
+        *table_refs, right_ref, pages_ref, out_ref = refs
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         needed = jnp.minimum(pl.cdiv(lengths_ref[row], rows), count * parts)
         first = split * share
@@ -193,11 +191,11 @@ def token_scores(
                 best = layouts.best(source, columns)
                 plgpu.store(out_ref.at[row, head, step], best * dim**-0.5, optimized=False)
 
-            if table_ref is None:
+            if not table_refs:
                 score((row * count + page) * kv_heads + head)
-            else:
+            for table_ref in table_refs:
                 physical = table_ref[row, head, page]
-                pl.when((physical >= 0) & (physical < pool))(lambda: score(physical))
+                pl.when((physical >= 0) & (physical < pool))(functools.partial(score, physical))
 
     tables = () if table is None else (table,)
     scores = plgpu.kernel(
@@ -227,6 +225,16 @@ class _Layouts:
         left = plgpu.load(source, layout=self.left, optimized=False)
         zero = jnp.zeros((left.shape[0], columns.shape[1]), jnp.float32)
         return plgpu.mma(plgpu.layout_cast(zero, self.total), left, columns).max(axis=1)
+
+
+def _checked(tiles: Tiles, *, fits: bool) -> tuple[int, int]:
+    """The rows and splits of tiles that can be run."""
+    if tiles.rows < 16 or tiles.rows % 16 or not fits or tiles.splits < 1:
+        raise ValueError(
+            f"tiles = {tiles}: rows must be a multiple of 16, no more than the pages there are "
+            "(page_scores) or a divisor of the page size (token_scores), and splits at least 1"
+        )
+    return tiles.rows, tiles.splits
 
 
 def _row_warps(rows: int) -> int:
