@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
 
 _WARPS = 4
+STEP = 8 * _WARPS  # columns that the warps cover side by side in a product
 
 
-def copy_layout(rows: int, width: int, itemsize: int):
+def copy_layout(rows: int, width: int, itemsize: int) -> Any:
     """Rows spread over the threads in long loads, each to become 16 bytes of 16-bit numbers.
 
     None where the rows are too few for it.
@@ -46,6 +47,18 @@ def copy_layout(rows: int, width: int, itemsize: int):
         ).canonicalize()
         return plgpu.Layout.TILED(made.tiling, made.warp_dims, made.lane_dims, made.vector_dim)
     return None
+
+
+def _vector_layout(count: int, most: int):
+    """Numbers of a vector spread over each warp's lanes, `most` side by side at the most."""
+    lanes = math.gcd(count, 32)
+    vector = math.gcd(count // lanes, most)
+    return plgpu.Layout.TILED(
+        Tiling(((lanes * vector,), (vector,))),
+        (Replicated(_WARPS),),
+        (-2,) if lanes == 32 else (Replicated(32 // lanes), -2),
+        -1,
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype, layout):
@@ -82,11 +95,14 @@ class PlainPages:
     Attributes:
         pages: [N, P, D].
         part: tokens read at a time.
+        hides: whether what is not seen is made 0: for values.
     """
 
     pages: jax.Array
     part: int
+    hides: bool
     folded = False
+    groups = 1
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -111,14 +127,19 @@ class PlainPages:
         """Zeros in the form of `read`."""
         return (zeros((self.part, self.run[0]), self.pages.dtype, self.layout),)
 
-    def numbers(self, raw: tuple, dtype, sight: Sight | None) -> list:
-        """First channel and 16-bit numbers of each run of channels; 0 for what is not seen.
-
-        Weights of 0 do not silence a NaN. Without `sight`, all is seen.
-        """
+    def constants(self, dtype):
+        """Shared memory for constants of the numbers; None for none."""
         del dtype
+
+    def share(self, raw: tuple, j: int, sight: Sight, constants) -> None:
+        """Puts the constants of the j-th part of a step there."""
+
+    def numbers(self, raw: tuple, j: int, sight: Sight, constants, dtype) -> list:
+        """First channel and 16-bit numbers of each run of channels; of values, those that are
+        not seen are 0, since weights of 0 do not silence a NaN."""
+        del j, constants, dtype
         (tile,) = raw
-        if sight is None:
+        if not self.hides:
             return [(0, tile)]
 
         def hide():
@@ -147,11 +168,13 @@ def _codes(stored, bits: int, dtype) -> list:
     return [number(low) - number(sign)]
 
 
-def _finished(half, scale, offset, axis: int):
-    """Numbers that codes stand for, in float32, from constants of their rows or columns."""
+def _finished(half, constants, layout, axis: int):
+    """Numbers that codes stand for, in float32, from refs of their rows' or columns' constants."""
     scale, offset = (
-        lax.broadcast_in_dim(each.astype(jnp.float32), half.shape, [axis])
-        for each in (scale, offset)
+        lax.broadcast_in_dim(
+            plgpu.load(each, layout=layout, optimized=False).astype(jnp.float32), half.shape, [axis]
+        )
+        for each in constants
     )
     return (half.astype(jnp.float32) * scale + offset).astype(half.dtype)
 
@@ -163,15 +186,17 @@ class KeysByChannel:
     Attributes:
         pages: by channel.
         part: tokens read at a time.
-        folded: whether a part is a whole step, so that `constants` fit into the query.
-        query_side, key_side: layouts of a [D] vector that goes with the query, and with the keys.
+        parts: of a step.
     """
 
     pages: QuantizedPages
     part: int
-    folded: bool
-    query_side: Any
-    key_side: Any
+    parts: int
+
+    @property
+    def folded(self) -> bool:
+        """Whether constants are folded into the query, of which each part then has its own."""
+        return self.part % STEP == 0
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -185,46 +210,43 @@ class KeysByChannel:
     def layout(self):
         return copy_layout(self.part, *self.run)
 
-    def _vectors(self) -> list:
-        """First channel, channels and layout of each vector of constants; scales come first."""
-        dim, width = self.pages.shape[2], self.run[0]
-        if self.folded:
-            return [(0, dim, self.query_side)], [(0, dim, self.key_side)]
-        return ([(first, width, self.layout.reduce(0)) for first in range(0, dim, width)],) * 2
+    @property
+    def _vector(self):
+        return _vector_layout(self.pages.shape[2], 4)
 
     def read(self, refs, page, slot) -> tuple:
         codes, *constants = refs
-        found = [
-            plgpu.load(codes.at[page, pl.ds(slot, self.part)], layout=self.layout, optimized=False)
-        ]
-        for ref, vectors in zip(constants, self._vectors(), strict=True):
-            for first, width, layout in vectors:
-                row = ref.at[page, slot // self.pages.group, pl.ds(first, width)]
-                found.append(plgpu.load(row, layout=layout, optimized=False))
+        rows = codes.at[page, pl.ds(slot, self.part)]
+        found = [plgpu.load(rows, layout=self.layout, optimized=False)]
+        for ref in constants:
+            row = ref.at[page, slot // self.pages.group]
+            found.append(plgpu.load(row, layout=self._vector, optimized=False))
         return tuple(found)
 
     def nothing(self) -> tuple:
         stored = zeros((self.part, self.run[0]), self.pages.codes.dtype, self.layout)
-        scales, offsets = self._vectors()
-        vectors = [
-            zeros((width,), self.pages.dtype, layout) for _, width, layout in [*scales, *offsets]
-        ]
-        return stored, *vectors
+        vector = zeros((self.pages.shape[2],), self.pages.dtype, self._vector)
+        return stored, vector, vector
 
-    def constants(self, raw: tuple):
-        """Scales and offsets [D], where they are folded."""
-        return raw[1], raw[2]
+    def constants(self, dtype):
+        """Scales, then offsets, of each part."""
+        return plgpu.SMEM((2 * self.parts, self.pages.shape[2]), dtype)
 
-    def numbers(self, raw: tuple, dtype, sight: Sight | None) -> list:
+    def share(self, raw: tuple, j: int, sight: Sight, constants) -> None:
+        del sight
+        for index, vector in zip((j, self.parts + j), raw[1:], strict=True):
+            plgpu.store(constants.at[index], vector, optimized=False)
+
+    def numbers(self, raw: tuple, j: int, sight: Sight, constants, dtype) -> list:
         del sight  # scores of what is not seen are replaced
-        stored, *constants = raw
-        halves = _codes(stored, self.pages.bits, dtype)
         made = []
-        for index, half in enumerate(halves):
+        for which, half in enumerate(_codes(raw[0], self.pages.bits, dtype)):
+            first, width = which * self.run[0], self.run[0]
             if not self.folded:
-                scale, offset = constants[index], constants[index + len(halves)]
-                half = _finished(half, scale, offset, 1)
-            made.append((index * self.run[0], half))
+                columns = pl.ds(first, width)
+                refs = constants.at[j, columns], constants.at[self.parts + j, columns]
+                half = _finished(half, refs, self.layout.reduce(0), 1)
+            made.append((first, half))
         return made
 
 
@@ -234,12 +256,13 @@ class ValuesByToken:
 
     Attributes:
         pages: by token.
-        part: tokens read at a time.
-        folded: whether `constants` go into the weights.
+        part, parts: tokens read at a time, and how often for a step.
+        folded: whether constants are folded into the weights.
     """
 
     pages: QuantizedPages
     part: int
+    parts: int
     folded: bool
 
     @property
@@ -260,6 +283,10 @@ class ValuesByToken:
     def layout(self):
         return copy_layout(self.part, *self.run)
 
+    @property
+    def _vector(self):
+        return _vector_layout(self.part, 4 if self.groups == 1 else 1)
+
     def read(self, refs, page, slot) -> tuple:
         codes, *constants = refs
         rows, width = pl.ds(slot, self.part), self.run[0]
@@ -270,33 +297,39 @@ class ValuesByToken:
         for ref in constants:
             for group in range(self.groups):
                 column = ref.at[page, rows, group]
-                found.append(plgpu.load(column, layout=self.layout.reduce(1), optimized=False))
+                found.append(plgpu.load(column, layout=self._vector, optimized=False))
         return tuple(found)
 
     def nothing(self) -> tuple:
         width = self.run[0]
         tile = zeros((self.part, width), self.pages.codes.dtype, self.layout)
-        vector = zeros((self.part,), self.pages.dtype, self.layout.reduce(1))
+        vector = zeros((self.part,), self.pages.dtype, self._vector)
         tiles = [tile] * (self.pages.codes.shape[2] // width)
         return *tiles, *[vector] * (2 * self.groups)
 
-    def constants(self, raw: tuple, sight: Sight) -> list:
-        """Scales, then offsets [part] of each group; 0 for what is not seen, for which they may
-        be NaN (codes never are)."""
-        layout = self.layout.reduce(1)
-        seen = sight.mask((self.part,), layout)
-        nothing = zeros((self.part,), self.pages.dtype, layout)
-        return [jnp.where(seen, each, nothing) for each in raw[-2 * self.groups :]]
+    def constants(self, dtype):
+        """Scales, then offsets, of each group."""
+        return plgpu.SMEM((2 * self.groups, self.part * self.parts), dtype)
 
-    def numbers(self, raw: tuple, dtype, sight: Sight) -> list:
+    def share(self, raw: tuple, j: int, sight: Sight, constants) -> None:
+        """Those of what is not seen may be NaN, which codes never are: 0 in their place."""
+        seen = sight.mask((self.part,), self._vector)
+        nothing = zeros((self.part,), self.pages.dtype, self._vector)
+        for index, vector in enumerate(raw[-2 * self.groups :]):
+            ref = constants.at[index, pl.ds(j * self.part, self.part)]
+            plgpu.store(ref, jnp.where(seen, vector, nothing), optimized=False)
+
+    def numbers(self, raw: tuple, j: int, sight: Sight, constants, dtype) -> list:
+        del sight
         stored, width = self.pages.codes.shape[2], self.run[0]
-        constants = [] if self.folded else self.constants(raw, sight)
+        rows = pl.ds(j * self.part, self.part)
         made = []
         for index in range(stored // width):
             for which, half in enumerate(_codes(raw[index], self.pages.bits, dtype)):
                 first = index * width + which * stored
                 if not self.folded:
                     group = first // self.pages.group
-                    half = _finished(half, constants[group], constants[group + self.groups], 0)
+                    refs = constants.at[group, rows], constants.at[group + self.groups, rows]
+                    half = _finished(half, refs, self.layout.reduce(1), 0)
                 made.append((first, half))
         return made
