@@ -95,7 +95,7 @@ def default_tiles(
     """
     del group
     keys = _key_counts(card, size, dim, bits)[0]
-    splits = _splits(card, batch * kv_heads, listed * size, keys, dim, 32 // bits)
+    splits = _splits(card, batch * kv_heads, listed * size, keys, dim, bits, 32 // bits)
     return PortableTiles(splits, keys)
 
 
@@ -116,7 +116,7 @@ def candidate_tiles(
     for keys in _key_counts(card, size, dim, bits):
         most = max(1, -(-listed * size // keys))
         for steps in (32 // bits, 1, 128 // bits):
-            few = _splits(card, batch * kv_heads, listed * size, keys, dim, steps)
+            few = _splits(card, batch * kv_heads, listed * size, keys, dim, bits, steps)
             found += [PortableTiles(min(most, each), keys) for each in (few, 2 * few)]
     return list(dict.fromkeys(found))
 
@@ -130,18 +130,20 @@ def _key_counts(card: Card, size: int, dim: int, bits: int) -> list[int]:
     else:
         # Short parts come with many constants.
         counts = [64, 32, 128] if size % 64 == 0 else [32]
-    return [keys for keys in counts if _shared_bytes(keys, dim) <= card.shared_per_block]
+    return [keys for keys in counts if _shared_bytes(keys, dim, bits) <= card.shared_per_block]
 
 
-def _shared_bytes(keys: int, dim: int) -> int:
-    """At the most: query, keys, values, weights; constants take less than the last 8 KiB."""
-    return 2 * (ROWS * dim + keys * (2 * dim + STEP) + ROWS * keys) + 8192
+def _shared_bytes(keys: int, dim: int, bits: int) -> int:
+    """Query, keys, values and weights; room for a reduction over warps; constants at the most."""
+    arrays = 2 * (ROWS * dim + keys * (2 * dim + STEP) + ROWS * keys)
+    return arrays + (2048 if bits == 16 else 6144)
 
 
-def _splits(card: Card, heads: int, tokens: int, keys: int, dim: int, steps: int) -> int:
+def _splits(card: Card, heads: int, tokens: int, keys: int, dim: int, bits: int, steps: int) -> int:
     """Shares of a list that leave the least of the card idle, of at least `steps` steps each."""
     # Registers: 130 a thread with 64 channels, about 190 with 128.
-    resident = min(3 if dim <= 64 else 2, card.shared_per_processor // _shared_bytes(keys, dim))
+    shared = _shared_bytes(keys, dim, bits) + 1024  # which the driver adds to each
+    resident = min(3 if dim <= 64 else 2, card.shared_per_processor // shared)
     held = card.processors * max(1, resident)
     most = min(max(1, -(-tokens // (steps * keys))), 4 * -(-held // heads))
 

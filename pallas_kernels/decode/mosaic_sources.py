@@ -276,8 +276,11 @@ class ValuesByToken:
 
     @property
     def run(self) -> tuple[int, int]:
-        stored = self.pages.codes.shape[2]
-        return stored if self.folded else math.gcd(self.pages.group, stored), 1
+        stored, dim = self.pages.codes.shape[2], self.pages.shape[2]
+        if not self.folded:
+            return math.gcd(self.pages.group, stored), 1
+        # Two runs a row do not fit into padded rows, as the compiler lays them out.
+        return 8 if self.pages.bits == 4 and dim % STEP else stored, 1
 
     @property
     def layout(self):
