@@ -98,7 +98,7 @@ CASES = {
         (2, 2), 64, 64, PortableTiles(2, 64), lengths=(0, 7, 130), bits=(8, 8), groups=(64, 64)
     ),
     "8 bits, short parts": Case(
-        (4, 1), 96, 48, PortableTiles(1, 64), "float16", (0, 65), bits=(8, 8), groups=(24, 96)
+        (4, 1), 96, 48, PortableTiles(1, 32), "float16", (0, 65), bits=(8, 8), groups=(24, 96)
     ),
     "4 bits": Case(
         (8, 1), 128, 128, PortableTiles(3, 64), "float16", (0, 1, 63, 300), bits=(4, 4),
