@@ -31,8 +31,8 @@ def draw(heads, kv_heads, dim, size, dtype, lengths, *, pattern=DENSE, missing=F
     query = rng.normal(size=(batch, heads, dim)).astype(jnp.dtype(dtype))
     pages = batch * kv_heads * count
     table = rng.permutation(pages + 3)[:pages].reshape(batch, kv_heads, count).astype(np.int32)
-    position = np.arange(count * size).reshape(count, size)
-    newest = np.asarray(lengths)[:, None, None, None] - 1
+    position: Any = np.arange(count * size).reshape(count, size)
+    newest: Any = np.asarray(lengths)[:, None, None, None] - 1
     live = np.asarray(pattern.visible(position, newest))  # B 1 C P
     if missing:
         gone = (np.arange(count) % 3 == 1) & (np.arange(kv_heads)[:, None] == 0)
@@ -82,7 +82,7 @@ CASES = {
     "window 1": (14, 2, 64, 16, "float16", HopperTiles(2, 64, 2), Pattern(1), LENGTHS),
     "ranges": (3, 1, 80, 16, "bfloat16", HopperTiles(2, 64, 3), Pattern(70, 4, 48), LENGTHS),
     "dense list": (1, 1, 64, 128, "float16", HopperTiles(1, 128, 1), Pattern(9, 3, 4), SHORT),
-    "two sides": (3, 1, 256, 24, "bfloat16", HopperTiles(1, 64, 2), DENSE, SHORT),
+    "two sides": (20, 1, 256, 24, "bfloat16", HopperTiles(1, 64, 2), DENSE, SHORT),
 }  # fmt: skip
 
 
@@ -174,6 +174,7 @@ REFUSALS = [
     ({"dim": 144}, "head_dim.*32 from 160.*144"),
     ({"dim": 288}, "head_dim.*256.*288"),
     ({"heads": 65}, "64 query heads a KV head, not 65"),
+    ({"batch": 65536}, r"65535 KV heads of all sequences, not 65536 \* 1"),
     ({"size": 12}, "page size.*8, not 12"),
     ({"pages": "float16"}, "key_pages of the query's dtype bfloat16, not float16"),
     ({"quantized": True}, "plain pages; key_pages are quantised"),
@@ -185,7 +186,7 @@ REFUSALS = [
 @pytest.mark.parametrize("changed,message", REFUSALS)
 def test_refusals(changed, message):
     case = {"dtype": "bfloat16", "dim": 64, "heads": 4, "size": 16, "pages": None} | changed
-    query = jnp.zeros((1, case["heads"], case["dim"]), case["dtype"])
+    query = jnp.zeros((case.get("batch", 1), case["heads"], case["dim"]), case["dtype"])
     pool: Any = jnp.zeros((2, case["size"], case["dim"]), case["pages"] or case["dtype"])
     if "quantized" in changed:
         pool = quantize(pool, bits=8, by="channel", group=8)

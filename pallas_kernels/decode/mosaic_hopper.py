@@ -49,7 +49,7 @@ def unsupported(
 
     The group is looked at only where `kv_heads` is given.
     """
-    _, heads, dim = query.shape
+    batch, heads, dim = query.shape
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {query.dtype}"
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
@@ -61,6 +61,8 @@ def unsupported(
         return f"needs a head_dim that is a multiple of 16, or of 32 from 160 to 256, not {dim}"
     if kv_heads is not None and heads // kv_heads > ROWS:
         return f"serves {ROWS} query heads a KV head, not {heads // kv_heads}"
+    if kv_heads is not None and batch * kv_heads > 65535:  # the last dimension of a CUDA grid
+        return f"serves 65535 KV heads of all sequences, not {batch} * {kv_heads}"
     if key_pages.shape[1] % 8:
         return f"needs a page size that is a multiple of 8, not {key_pages.shape[1]}"
     return None
@@ -111,15 +113,13 @@ def decode_attention(
     # Entries behind the last one that is there are not walked, so that shares are even.
     ends = jnp.where(there, jnp.arange(1, listed + 1, dtype=jnp.int32), 0).max(axis=2)
     rows = -(-group // 8) * 8  # of a tile in shared memory
-    columns = columns_of(dim)
-    assert columns is not None
     grouped = query.reshape(batch, kv_heads, group, dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     block = _Block(
         dtype=query.dtype,
         rows=rows,
         dim=dim,
-        columns=columns,
+        columns=columns_of(dim) or dim,
         size=key_pages.shape[1],
         listed=listed,
         tiles=tiles,
@@ -129,7 +129,7 @@ def decode_attention(
     def decode_hopper(*refs):  # named, for profiles
         block(*refs)
 
-    shape = (batch, kv_heads, tiles.splits, dim // columns)
+    shape = (batch, kv_heads, tiles.splits, dim // block.columns)
     out, lse = plgpu.kernel(
         decode_hopper,
         out_type=(
