@@ -103,9 +103,10 @@ def prefill_attention(
 def _kernel(shape: Shape, batch: int, dtype):
     """The kernel: out [B, T2, H, D] and lse [B, H / heads, tiles, warpgroups, rows]."""
     tiles, queries = shape.tiles, shape.queries
+    # pyright takes dataclasses of a protocol for abstract.
     swizzled = (
-        plgpu.TilingTransform((8, shape.swizzle)),
-        plgpu.SwizzleTransform(2 * shape.swizzle),
+        plgpu.TilingTransform((8, shape.swizzle)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * shape.swizzle),  # pyright: ignore[reportAbstractUsage]
     )
     rows = (tiles.warpgroups, tiles.queries)
     block = (tiles.stages, tiles.keys, shape.dim)

@@ -338,7 +338,7 @@ class _Step:
             return ref[...]
 
         plgpu.barrier_wait(scratch["key_ready"].at[slot])
-        scores = pl.run_scoped(score, plgpu.ACC((rows, keys), jnp.float32))
+        scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((rows, keys), jnp.float32))
         scores = lax.cond(self.sees_all(slot), lambda: scores, lambda: self.mask(scores, slot))
         plgpu.barrier_arrive(scratch["key_free"].at[slot])
         scale = math.log2(math.e) * shape.dim**-0.5
@@ -357,7 +357,7 @@ class _Step:
                 plgpu.wgmma(ref, weights, scratch["values"].at[slot, :, pl.ds(left, size)])
                 return ref[...]
 
-            new = pl.run_scoped(weigh, plgpu.ACC((rows, size), jnp.float32))
+            new = pl.run_scoped(weigh, plgpu.WGMMAAccumulatorRef((rows, size), jnp.float32))
             added.append(part * lax.broadcast_in_dim(shrink, part.shape, [0]) + new)
         plgpu.barrier_arrive(scratch["value_free"].at[slot])
         return higher, total, *added
