@@ -55,7 +55,7 @@ class Case:
 
 CASES = {
     "one head a group, two warpgroups, an empty row, a chunk behind cached keys": Case(
-        1, 1, 64, 16, PrefillTiles(64, 64, 2), starts=(0, 0, 0, 40), counts=(0, 1, 63, 65)
+        1, 1, 64, 16, PrefillTiles(64, 64, 2), starts=(0, 0, 0, 62), counts=(0, 1, 63, 65)
     ),
     "group of 4, blocks of 128 keys made of pages of 64, window of one": Case(
         4, 1, 128, 64, PrefillTiles(64, 128, 2, 4, 1), Pattern(1), "float16"
@@ -76,10 +76,10 @@ CASES = {
         starts=(0, 130), counts=(65, 70), tabled=True,
     ),
     "selected pages of 128 in halves, under a window": Case(
-        4, 1, 64, 128, PrefillTiles(64, 64, 2, 4, 2), Pattern(150, 4), query_block=64, listed=3,
+        4, 1, 64, 128, PrefillTiles(64, 64, 2, 4, 2), Pattern(123, 4), query_block=64, listed=4,
         starts=(0, 300), counts=(60, 65),
     ),
-    "values in parts of 128 columns, one query": Case(
+    "values in parts of 64 columns, one query": Case(
         2, 1, 256, 8, PrefillTiles(64, 64, 2, 2, 1), tokens=1, starts=(0, 64, 65),
         counts=(1, 1, 0),
     ),

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_support import interpreting
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.prefill.key_blocks import QueryTiles, block_at, pattern_visits
 from pallas_kernels.prefill.tiles import PrefillTiles
@@ -88,7 +89,7 @@ def attend(shape: Shape, query, key_pages, value_pages, starts, counts, *refs, *
     source = source(shape, place, pages)
     warpgroup = lax.axis_index("warpgroup")
     multipliers = shape.tiles.warpgroups
-    # 65536 registers, in steps of 8 a thread; alone, a warpgroup needs no more than it is given.
+    # In sum what the warpgroups are launched with, 504 or 512 a lane: more would wait forever.
     ours, theirs = {1: (0, 0), 2: (232, 40), 3: (152, 56)}[multipliers]
 
     def multiply():
@@ -318,6 +319,24 @@ def _chunks(dim: int) -> list[tuple[int, int]]:
     return [(left, min(step, dim - left)) for left in range(0, dim, step)]
 
 
+def _accumulate(total, left, right, *, in_place: bool):
+    """total + left @ right. In place it takes no second set of registers, which heads wider than
+    128 do not have; GPU interpret mode has no rule for that, so that others go without.
+    """
+    if in_place:
+
+        def add(ref):
+            plgpu.wgmma(ref, left, right)
+
+        return pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
+
+    def multiply(ref):
+        plgpu.wgmma(ref, left, right)
+        return ref[...]
+
+    return total + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
+
+
 class _Step:
     """One key block: scores, the online softmax, and the weighted values."""
 
@@ -350,17 +369,17 @@ class _Step:
         weights[...] = weight.astype(weights.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(scratch["value_ready"].at[slot])
-        added = []
-        for (left, size), part in zip(_chunks(shape.dim), sums, strict=True):
-
-            def weigh(ref, left=left, size=size):
-                plgpu.wgmma(ref, weights, scratch["values"].at[slot, :, pl.ds(left, size)])
-                return ref[...]
-
-            new = pl.run_scoped(weigh, plgpu.WGMMAAccumulatorRef((rows, size), jnp.float32))
-            added.append(part * lax.broadcast_in_dim(shrink, part.shape, [0]) + new)
+        sums = [
+            _accumulate(
+                part * lax.broadcast_in_dim(shrink, part.shape, [0]),
+                weights,
+                scratch["values"].at[slot, :, pl.ds(left, size)],
+                in_place=shape.dim > 128 and not interpreting(),
+            )
+            for (left, size), part in zip(_chunks(shape.dim), sums, strict=True)
+        ]
         plgpu.barrier_arrive(scratch["value_free"].at[slot])
-        return higher, total, *added
+        return higher, total, *sums
 
     def sees_all(self, slot):
         """Whether every query of the warpgroup sees the whole block, so that no mask is needed."""
@@ -391,7 +410,7 @@ class _Step:
         seen = wide(key, 1) <= wide(self.position, 0)
         if pattern.is_dense:
             return seen
-        near = wide(key, 1) > wide(self.position - pattern.window, 0)
+        near = wide(key + pattern.window, 1) > wide(self.position, 0)
         if pattern.sinks:
             near |= wide(key, 1) < pattern.sinks
         if pattern.stride is not None:

@@ -36,9 +36,11 @@ class PrefillTiles:
         return self.each * self.warpgroups
 
     def shared_memory(self, dim: int) -> int:
-        """Bytes of shared memory that a block of threads takes, but for a few barriers."""
-        rows = self.warpgroups * self.queries
-        return rows * ((dim + self.keys) * 2 + 4) + self.stages * self.keys * dim * 4
+        """Bytes of shared memory that a block of threads takes at the most."""
+        rows = self.warpgroups * self.queries * ((dim + self.keys) * 2 + 4)
+        blocks = self.stages * (self.keys * (dim * 4 + 4) + 8)
+        # Alignment of the arrays, barriers, and what a reduction across a warpgroup needs.
+        return rows + blocks + 6144
 
     def check(self, group: int) -> None:
         """Demands tiles that a kernel can run for groups of `group` heads.
@@ -81,17 +83,18 @@ def candidate_tiles(
 ) -> list[PrefillTiles]:
     """Tiles worth measuring that fit the card, the likely best first; see `default_tiles`."""
     block = tokens if query_block is None else query_block
-    shapes = [(64, 2)] if dim > 128 else [(128, 2), (64, 4), (64, 3), (64, 2)]
-    if query_block is not None and size <= 64:
+    shapes = [(128, 2), (64, 4), (64, 3), (64, 2)]
+    if dim > 128:
+        shapes = [(64, 2)]
+    elif query_block is not None and size <= 64:
         # Lists of small pages are short: smaller blocks leave less of the last one empty.
-        shapes.sort()
-        shapes.reverse() if dim <= 128 else None
+        shapes = [(64, 4), (64, 3), (64, 2), (128, 2)]
     found = []
     for keys, stages in shapes:
         for warpgroups in (2, 1):
             tiles = PrefillTiles(ROWS, keys, stages, 1, warpgroups)
             found.append(dataclasses.replace(tiles, heads=_heads(tiles, block, group)))
-    found = [tiles for tiles in found if tiles.shared_memory(dim) + 2048 <= card.shared_per_block]
+    found = [tiles for tiles in found if tiles.shared_memory(dim) <= card.shared_per_block]
     # A second warpgroup only where there are queries for it.
     return sorted(found, key=lambda tiles: (tiles.warpgroups > 1) == (tiles.each >= block))
 
