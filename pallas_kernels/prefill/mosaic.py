@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.page_lists import contiguous_table
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.prefill.key_blocks import QueryTiles, selected_pages
-from pallas_kernels.prefill.mosaic_body import Shape, attend
+from pallas_kernels.prefill.mosaic_body import attend
+from pallas_kernels.prefill.mosaic_copy import Shape
 from pallas_kernels.prefill.tiles import PrefillTiles, candidate_tiles, default_tiles
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.types import AttentionOutput

@@ -1,8 +1,6 @@
 """What the warpgroups of the Hopper prefill kernel do: one copies, the others multiply."""
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,70 +8,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_support import interpreting
-from pallas_kernels.patterns import Pattern
-from pallas_kernels.prefill.key_blocks import QueryTiles, block_at, pattern_visits
-from pallas_kernels.prefill.tiles import PrefillTiles
+from pallas_kernels.prefill.mosaic_copy import (
+    ROW,
+    Listed,
+    Place,
+    Ranged,
+    Shape,
+    copy_blocks,
+    load,
+)
 
-_NOWHERE = 1 << 30  # position of slots that hold no token: behind every query
-_ROW = plgpu.Layout.WGMMA.reduce(1)
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A kernel's static sizes.
-
-    Attributes:
-        tiles, queries, pattern: see their types.
-        kv_heads, heads, dim, size: K, H, D, P.
-        pool, pages: N, C.
-        listed: M, pages of a list; None where none are selected.
-        swizzle: elements of a swizzled row.
-    """
-
-    tiles: PrefillTiles
-    queries: QueryTiles
-    pattern: Pattern
-    kv_heads: int
-    heads: int
-    dim: int
-    size: int
-    pool: int
-    pages: int
-    listed: int | None
-    swizzle: int
-
-    @property
-    def parts(self) -> int:
-        """Tiles that the heads of a group are divided among."""
-        return self.heads // self.kv_heads // self.tiles.heads
-
-    @property
-    def unit(self) -> int:
-        """Tokens that one copy moves: all of one page, and of one key block."""
-        return math.gcd(self.size, self.tiles.keys)
-
-    @property
-    def units(self) -> int:
-        """Copies a key block."""
-        return self.tiles.keys // self.unit
-
-
-class Place(NamedTuple):
-    """Which tile a block of threads serves, and what of it is valid.
-
-    row, head, part: the sequence, its KV head, and which heads of the group.
-    tile: of the queries. first, last: positions of its first and last valid query.
-    end: tokens that the sequence holds with this chunk.
-    """
-
-    row: Any
-    head: Any
-    part: Any
-    tile: Any
-    first: Any
-    last: Any
-    end: Any
 
 
 def attend(shape: Shape, query, key_pages, value_pages, starts, counts, *refs, **scratch):
@@ -85,7 +30,7 @@ def attend(shape: Shape, query, key_pages, value_pages, starts, counts, *refs, *
     first, last, _ = shape.queries.span(tile, starts[row], counts[row])
     head, part = group // shape.parts, group % shape.parts
     place = Place(row, head, part, tile, first, last, starts[row] + counts[row])
-    source = _Listed if shape.listed is not None else _Ranged
+    source = Listed if shape.listed is not None else Ranged
     source = source(shape, place, pages)
     warpgroup = lax.axis_index("warpgroup")
     multipliers = shape.tiles.warpgroups
@@ -100,167 +45,10 @@ def attend(shape: Shape, query, key_pages, value_pages, starts, counts, *refs, *
     def copy():
         if theirs:
             plgpu.set_max_registers(theirs, action="decrease")
-        _copy(shape, place, source, key_pages, value_pages, **scratch)
+        copy_blocks(shape, place, source, key_pages, value_pages, **scratch)
 
     # One choice, not two conditions: what only one side needs takes no registers of the other.
     lax.cond(warpgroup < multipliers, multiply, copy)
-
-
-class _Ranged:
-    """Key blocks by the pattern; the block table is a ref, or the layout is contiguous."""
-
-    def __init__(self, shape: Shape, place: Place, pages):
-        self.shape, self.place, self.table = shape, place, pages
-        keys = shape.tiles.keys
-        self.visits = pattern_visits(place.first, place.last, shape.pattern, keys)
-        self.total = self.visits.total
-
-    def unit(self, visit, index):
-        """(position, page of the pool, offset in it) of a unit of a key block."""
-        shape, place = self.shape, self.place
-        block = block_at(visit, self.visits, shape.pattern, shape.tiles.keys)
-        position = block * shape.tiles.keys + index * shape.unit
-        page = position // shape.size
-        if self.table:
-            (table,) = self.table
-            physical = table[place.row, place.head, jnp.minimum(page, shape.pages - 1)]
-        else:
-            physical = (place.row * shape.pages + page) * shape.kv_heads + place.head
-        return position, jnp.where(page < shape.pages, physical, -1), position % shape.size
-
-
-class _Listed:
-    """Key blocks made of the selected pages, in the order of their list."""
-
-    def __init__(self, shape: Shape, place: Place, pages):
-        self.shape = shape
-        logical, physical, number = pages
-        at = (place.row, place.head, place.tile)
-        self.logical, self.physical, self.number = logical.at[at], physical.at[at], number[at]
-        self.total = pl.cdiv(self.number * shape.size, shape.tiles.keys)
-
-    def unit(self, visit, index):
-        """As `_Ranged.unit`."""
-        shape = self.shape
-        assert shape.listed is not None
-        apart = shape.size // shape.unit  # units a page
-        index = visit * shape.units + index
-        entry = index // apart
-        at = jnp.minimum(entry, shape.listed - 1)
-        offset = index % apart * shape.unit
-        physical = jnp.where(entry < self.number, self.physical[at], -1)
-        return self.logical[at] * shape.size + offset, physical, offset
-
-
-def _copy(shape, place, source, key_pages, value_pages, *, keys, values, positions, spans, **rest):
-    """Copies the key blocks that the tile visits, as room for them falls free.
-
-    Beside a block go the positions of its slots, and the least of them and the end of the last.
-    """
-    stages = shape.tiles.stages
-    tops = range(0, shape.tiles.keys, 64)
-    slots = [plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=_ROW) + top for top in tops]
-
-    def unit_at(visit, index):
-        """A unit without a token stands at `_NOWHERE`, on page -1."""
-        position, physical, offset = source.unit(visit, index)
-        there = (physical >= 0) & (physical < shape.pool) & (position < place.end)
-        return jnp.where(there, position, _NOWHERE), jnp.where(there, physical, -1), offset
-
-    def load(pages, index, found, block, barrier):
-        _, physical, offset = found
-
-        @pl.when(physical >= 0)
-        def _():
-            origin = pages.at[physical, pl.ds(offset, shape.unit)]
-            target = block.at[pl.ds(index * shape.unit, shape.unit)]
-            plgpu.copy_gmem_to_smem(origin, target, barrier)
-
-        @pl.when(physical < 0)
-        def _():
-            plgpu.barrier_arrive(barrier)
-
-    def load_keys(visit, slot):
-        def body(index, carry):
-            begin, stop, *places = carry
-            found = unit_at(visit, index)
-            load(key_pages, index, found, keys.at[slot], rest["key_ready"].at[slot])
-            edge = index * shape.unit
-            places = [
-                jnp.where(slot >= edge, slot + (found[0] - edge), old)
-                for slot, old in zip(slots, places, strict=True)
-            ]
-            return jnp.minimum(begin, found[0]), jnp.maximum(stop, found[0] + shape.unit), *places
-
-        begin, stop, *places = _few(shape.units, body, (jnp.int32(_NOWHERE), jnp.int32(0), *slots))
-        for top, place in zip(tops, places, strict=True):
-            plgpu.store(positions.at[slot, pl.ds(top, 64)], place)
-        spans[slot, 0] = begin
-        spans[slot, 1] = stop
-        plgpu.barrier_arrive(rest["key_ready"].at[slot])
-        return stop
-
-    def load_values(visit, slot, barrier):
-        def body(index, carry):
-            load(value_pages, index, unit_at(visit, index), values.at[slot], barrier)
-            return carry
-
-        _few(shape.units, body, ())
-
-    @pl.loop(0, source.total)
-    def _(visit):
-        slot = lax.rem(visit, jnp.int32(stages))
-
-        @pl.when(visit >= stages)
-        def _():
-            plgpu.barrier_wait(rest["key_free"].at[slot])
-
-        clean = load_keys(visit, slot) <= place.end
-
-        @pl.when(visit >= stages)
-        def _():
-            plgpu.barrier_wait(rest["value_free"].at[slot])
-
-        @pl.when(clean)
-        def _():
-            load_values(visit, slot, rest["value_ready"].at[slot])
-
-        # Slots that hold no token may hold NaN, which a weight of 0 would not silence.
-        @pl.when(jnp.logical_not(clean))
-        def _():
-            load_values(visit, slot, rest["value_copied"])
-            plgpu.barrier_wait(rest["value_copied"])
-            _silence(shape, place, positions.at[slot], values.at[slot])
-            plgpu.commit_smem()
-            for _ in range(shape.units):
-                plgpu.barrier_arrive(rest["value_ready"].at[slot])
-
-
-def _few(count: int, body, carry):
-    """A loop that is unrolled a few steps at a time, for the sake of registers."""
-    step = max(n for n in range(1, min(count, 2) + 1) if count % n == 0)
-
-    def steps(start, carry):
-        for index in range(step):
-            carry = body(start * step + index, carry)
-        return carry
-
-    return steps(0, carry) if step == count else lax.fori_loop(0, count // step, steps, carry)
-
-
-def _silence(shape: Shape, place: Place, positions, values):
-    """Zeroes the rows of a block of values that hold no token, a few registers at a time."""
-    for top in range(0, shape.tiles.keys, 64):
-        held = _load(positions.at[pl.ds(top, 64)], _ROW) < place.end
-        for left in range(0, shape.dim, shape.swizzle):
-            ref = values.at[pl.ds(top, 64), pl.ds(left, shape.swizzle)]
-            rows = plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
-            keep = lax.broadcast_in_dim(held, rows.shape, [0])
-            ref[...] = jnp.where(keep, rows, jnp.zeros_like(rows))
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _multiply(shape, place, source, warpgroup, query, out, lse, **scratch):
@@ -275,13 +63,13 @@ def _multiply(shape, place, source, warpgroup, query, out, lse, **scratch):
         plgpu.copy_gmem_to_smem(
             query.at[place.row, at, heads + head], own.at[pl.ds(head * each, each)], ready
         )
-    offset = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=_ROW)
+    offset = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW)
     first = place.first + warpgroup * each
     position = first + lax.rem(offset, jnp.full_like(offset, each))
     plgpu.barrier_wait(ready)
 
     def zeros(*sizes):
-        layout = _ROW if len(sizes) == 1 else plgpu.Layout.WGMMA
+        layout = ROW if len(sizes) == 1 else plgpu.Layout.WGMMA
         return plgpu.layout_cast(jnp.zeros(sizes, jnp.float32), layout)
 
     chunks = _chunks(shape.dim)
@@ -395,7 +183,7 @@ class _Step:
         parts = []
         for left in range(0, self.shape.tiles.keys, 64):
             # From shared memory, as the compiler would keep what it can compute in registers.
-            key = _load(self.scratch["positions"].at[slot, pl.ds(left, 64)], _COLUMN)
+            key = load(self.scratch["positions"].at[slot, pl.ds(left, 64)], _COLUMN)
             part = lax.slice(scores, (0, left), (scores.shape[0], left + 64))
             parts.append(jnp.where(self.sees(key, part.shape), part, -jnp.inf))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
