@@ -23,7 +23,7 @@ from pallas_kernels.types import AttentionOutput
 # they lie side by side or are gathered, and in tokens. Shorter chunks pay for the loop (25 us a
 # turn), longer ones fall out of cache.
 _RUN_BYTES = 4 << 20
-_GATHERED_BYTES = 2 << 20
+_GATHERED_BYTES = 1 << 20
 _CHUNK_TOKENS = (512, 2048)
 
 # Tokens are gathered one by one at less than half the rate of whole pages: below this stride
