@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.patterns import Pattern
 
@@ -52,6 +52,23 @@ class QueryTiles:
         offset = tile // self.per_block * self.block + within
         stop = jnp.minimum(offset + jnp.minimum(self.tokens, self.block - within), count)
         return start + offset, start + stop - 1, offset
+
+    def spread(self, query: Float[Array, "B T *rest"]) -> Float[Array, "B T2 *rest"]:
+        """The queries with room behind each block, so that tiles are whole (no copy if so)."""
+        batch, tokens, *rest = query.shape
+        none = ((0, 0),) * (query.ndim - 2)
+        behind = self.blocks * self.block - tokens
+        query = jnp.pad(query, ((0, 0), (0, behind), *none))
+        query = query.reshape(batch, self.blocks, self.block, *rest)
+        room = self.per_block * self.tokens - self.block
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, room), *none))
+        return query.reshape(batch, -1, *rest)
+
+    def gather(self, out: Float[Array, "B T2 *rest"]) -> Float[Array, "B T *rest"]:
+        """The inverse of `spread`."""
+        batch, _, *rest = out.shape
+        out = out.reshape(batch, self.blocks, -1, *rest)[:, :, : self.block]
+        return out.reshape(batch, -1, *rest)[:, : self.total]
 
 
 class Visits(NamedTuple):

@@ -97,8 +97,8 @@ def prefill_attention(
         swizzle=next(width for width in (64, 32, 16) if dim % width == 0),
     )
     kernel = _kernel(shape, batch, query.dtype)
-    out, lse = kernel(_spread(query, queries), key_pages, value_pages, starts, counts, *lists)
-    return AttentionOutput(_gather(out, queries), _gather(_by_token(lse, shape), queries))
+    out, lse = kernel(queries.spread(query), key_pages, value_pages, starts, counts, *lists)
+    return AttentionOutput(queries.gather(out), queries.gather(_by_token(lse, shape)))
 
 
 def _kernel(shape: Shape, batch: int, dtype):
@@ -142,24 +142,6 @@ def _kernel(shape: Shape, batch: int, dtype):
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-
-
-def _spread(query: Float[Array, "B T H D"], queries: QueryTiles) -> Float[Array, "B T2 H D"]:
-    """The queries with room behind each block, so that tiles are whole (no copy if they are)."""
-    batch, tokens, *rest = query.shape
-    behind = queries.blocks * queries.block - tokens
-    query = jnp.pad(query, ((0, 0), (0, behind), (0, 0), (0, 0)))
-    query = query.reshape(batch, queries.blocks, queries.block, *rest)
-    room = queries.per_block * queries.tokens - queries.block
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
-    return query.reshape(batch, -1, *rest)
-
-
-def _gather(out: Float[Array, "B T2 *rest"], queries: QueryTiles) -> Float[Array, "B T *rest"]:
-    """The inverse of `_spread`."""
-    batch, _, *rest = out.shape
-    out = out.reshape(batch, queries.blocks, -1, *rest)[:, :, : queries.block]
-    return out.reshape(batch, -1, *rest)[:, : queries.total]
 
 
 def _by_token(lse: Float[Array, "B groups tiles W R"], shape: Shape) -> Float[Array, "B T2 H"]:
