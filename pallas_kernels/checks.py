@@ -1,8 +1,8 @@
 """Validation shared by the public ops: shapes, dtypes and options, named in the error."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from pallas_kernels.quant.pages import QuantizedPages
@@ -136,7 +136,7 @@ def _check_ids(name: str, ids, batch: int, kv_heads: int, stop: int, what: str) 
             f"({batch}, {kv_heads}), then the pages"
         )
     message = f"{name} holds a page id outside -1 ... {stop - 1} ({what})"
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, Tracer):
         wrong = (ids < -1) | (ids >= stop)
         worst = jnp.where(wrong, ids, -1).reshape(-1)
         worst = worst[jnp.argmax(jnp.abs(worst + 1))] if ids.size else jnp.int32(-1)
@@ -158,13 +158,23 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise ValueError(f"H = {heads} query heads are no multiple of K = {kv_heads} KV heads")
 
 
-def pick(implementations: dict, name: str | None, *, default: str):
-    """The implementation asked for, or the default where none is.
+def check_known(implementation: str | None, known: list[str]) -> None:
+    """Demands None or a known implementation.
 
     Raises:
-        ValueError: `name` is unknown.
+        ValueError: it is another.
     """
-    chosen = default if name is None else name
-    if chosen not in implementations:
-        raise ValueError(f"implementation = {name!r}; known: {', '.join(sorted(implementations))}")
-    return implementations[chosen]
+    if implementation is not None and implementation not in known:
+        raise ValueError(f"implementation = {implementation!r}; known: {', '.join(known)}")
+
+
+def check_served(implementation: str | None, reason: str) -> None:
+    """Demands that nobody asked for the kernel that cannot run, for the `reason` given.
+
+    Raises:
+        ValueError: somebody did.
+    """
+    if implementation is not None:
+        raise ValueError(
+            f'implementation = "{implementation}" {reason}; use "xla", or None to pick'
+        )

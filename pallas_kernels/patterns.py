@@ -48,7 +48,7 @@ class Pattern:
     def visible(self, key: Int32[Array, "*k"], query: Int32[Array, "*q"]) -> Bool[Array, "*r"]:
         """Whether a query at position `query` sees a key at position `key`; shapes broadcast."""
         seen = key <= query
-        if self.is_dense:
+        if self.window is None or self.is_dense:
             return seen
         near = key > query - self.window
         if self.sinks:

@@ -1,20 +1,19 @@
 """The public decode op: validates once, then runs one implementation."""
 
+import functools
 from typing import Literal
 
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.decode import reference, xla
+from pallas_kernels.decode import mosaic, reference, xla
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.types import AttentionOutput
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {
-    "reference": reference.decode_attention,
-    "xla": xla.decode_attention,
-}
+Implementation = Literal["reference", "xla", "mosaic", "mosaic_portable", "mosaic_hopper"]
+_PLAIN = {"reference": reference.decode_attention, "xla": xla.decode_attention}
+_KERNELS = {"mosaic_portable": mosaic.PORTABLE, "mosaic_hopper": mosaic.HOPPER}
 
 
 def decode_attention(
@@ -53,11 +52,12 @@ def decode_attention(
         window: tokens the query sees, itself included; None for all.
         sinks: tokens at the start that it sees besides.
         stride: it also sees positions that are a multiple of this.
-        implementation: force one; None picks for the platform.
+        implementation: force one ("mosaic" is the better kernel of the two for the card and the
+            arrays); None picks a kernel on a GPU that has one for them, else XLA.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, page ids or options disagree; the message names
-            them.
+        ValueError, TypeError: shapes, dtypes, page ids or options disagree, or the forced
+            implementation cannot serve them; the message names them.
     """
     checks.check_query(query, "[B, H, D]")
     batch, heads, dim = query.shape
@@ -71,8 +71,28 @@ def decode_attention(
     if selected is not None and selected.ndim != 3:
         raise ValueError(f"selected has shape {selected.shape}; expected [B, K, M]")
     pattern = Pattern(window, sinks, stride)
-    run = checks.pick(_IMPLEMENTATIONS, implementation, default="xla")
+    run = _pick(implementation, query, key_pages, value_pages, kv_heads)
     return run(
         query, key_pages, value_pages, lengths,
         kv_heads=kv_heads, pattern=pattern, table=table, selected=selected,
     )  # fmt: skip
+
+
+def _pick(implementation, query, key_pages, value_pages, kv_heads: int):
+    """The body to run: the one asked for, else the best kernel here, else XLA.
+
+    Raises:
+        ValueError: the name is unknown, or a kernel was asked for that cannot serve this.
+    """
+    checks.check_known(implementation, [*_PLAIN, "mosaic", *_KERNELS])
+    if implementation in _PLAIN:
+        return _PLAIN[implementation]
+    arrays = (query, key_pages, value_pages)
+    if implementation in _KERNELS:
+        kernel = mosaic.demand(_KERNELS[implementation], *arrays, kv_heads=kv_heads)
+    else:
+        kernel = mosaic.choose(*arrays, kv_heads=kv_heads)
+    if not isinstance(kernel, str):
+        return functools.partial(mosaic.run, kernel)
+    checks.check_served(implementation, kernel)
+    return _PLAIN["xla"]

@@ -1,20 +1,19 @@
 """The public prefill op: validates once, then runs one implementation."""
 
+import functools
 from typing import Literal
 
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
+from pallas_kernels.mosaic_support import mosaic_card
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.prefill import reference, xla
+from pallas_kernels.prefill import mosaic, reference, xla
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.types import AttentionOutput
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {
-    "reference": reference.prefill_attention,
-    "xla": xla.prefill_attention,
-}
+Implementation = Literal["reference", "xla", "mosaic"]
+_PLAIN = {"reference": reference.prefill_attention, "xla": xla.prefill_attention}
 
 
 def prefill_attention(
@@ -58,11 +57,12 @@ def prefill_attention(
         window: tokens a query sees, itself included; None for all.
         sinks: tokens at the start that it sees besides.
         stride: it also sees positions that are a multiple of this.
-        implementation: force one; None picks for the platform.
+        implementation: force one; None picks the kernel on a Hopper GPU if it serves the arrays,
+            else XLA.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, page ids or options disagree; the message names
-            them.
+        ValueError, TypeError: shapes, dtypes, page ids or options disagree, or the forced
+            implementation cannot serve them; the message names them.
     """
     checks.check_query(query, "[B, T, H, D]")
     batch, tokens, heads, dim = query.shape
@@ -77,12 +77,49 @@ def prefill_attention(
     checks.check_table(table, selected, batch=batch, kv_heads=kv_heads, pages=pages)
     query_block = _check_blocks(selected, query_block, tokens)
     pattern = Pattern(window, sinks, stride)
-    run = checks.pick(_IMPLEMENTATIONS, implementation, default="xla")
+    run = _pick(
+        implementation,
+        query,
+        key_pages,
+        value_pages,
+        None if selected is None else query_block,
+        kv_heads,
+    )
     return run(
         query, key_pages, value_pages, starts, counts,
         kv_heads=kv_heads, pattern=pattern, table=table, selected=selected,
         query_block=query_block,
     )  # fmt: skip
+
+
+def _pick(implementation, query, key_pages, value_pages, query_block, kv_heads: int):
+    """The body to run: the one asked for, else the kernel if it can run here, else XLA.
+
+    Raises:
+        ValueError: the name is unknown, or the kernel was asked for and cannot serve this.
+    """
+    checks.check_known(implementation, [*_PLAIN, "mosaic"])
+    if implementation in _PLAIN:
+        return _PLAIN[implementation]
+    card = mosaic_card()
+    if isinstance(card, str):
+        reason = card
+    elif not card.is_hopper:
+        reason = f"needs a Hopper card; this one is {card.kind}"
+    else:
+        reason = mosaic.unsupported(query, key_pages, value_pages)
+        if reason is None:
+            tiles = mosaic.default_tiles(
+                card,
+                tokens=query.shape[1],
+                group=query.shape[2] // kv_heads,
+                size=key_pages.shape[1],
+                dim=query.shape[3],
+                query_block=query_block,
+            )
+            return functools.partial(mosaic.prefill_attention, tiles=tiles)
+    checks.check_served(implementation, reason)
+    return _PLAIN["xla"]
 
 
 def _check_blocks(selected, query_block: int | None, tokens: int) -> int:

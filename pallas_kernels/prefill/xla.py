@@ -23,6 +23,12 @@ from pallas_kernels.types import AttentionOutput
 _ROWS = 768
 _KEYS = 512
 
+# Under a short window a tile of fewer queries sees fewer keys that only some of them see, and all
+# that it sees makes one product.
+_SHORT_WINDOW = 2048
+_SHORT_ROWS = 256
+_SHORT_KEYS = 1024
+
 # Gathering tokens one by one costs more than reading the few that a short stride leaves out.
 _LEAST_GATHERED_STRIDE = 4
 
@@ -118,7 +124,8 @@ def prefill_attention(
     if table is None:
         table = contiguous_table(batch, kv_heads, key_pages.shape[0] // (batch * kv_heads))
     pool = _Pool(key_pages, value_pages, table, starts + counts)
-    each = min(max(1, _ROWS // group), query_block)
+    short = not pattern.is_dense and (pattern.window or 0) < _SHORT_WINDOW and selected is None
+    each = min(max(1, (_SHORT_ROWS if short else _ROWS) // group), query_block)
     tiles = QueryTiles(tokens, query_block, each)
     # [tiles, B, K, M, D]: the queries that share a KV head form one matrix.
     split = tiles.spread(query).reshape(batch, tiles.count, each, kv_heads, group, dim)
@@ -185,12 +192,13 @@ def _walks(pool: _Pool, tile: _Tile, pattern: Pattern, queries: int) -> list[_Wa
     stride = pattern.stride
     if pattern.is_dense or (stride is not None and stride < _LEAST_GATHERED_STRIDE):
         begin = jnp.zeros_like(tile.first)
-        return [_walk_pages(pool, begin, tile.last, count, pattern.visible)]
+        return [_walk_pages(pool, begin, tile.last, count, pattern.visible, _KEYS)]
     assert pattern.window is not None
     near = dataclasses.replace(pattern, stride=None, sinks=0)
     begin = jnp.maximum(tile.first - (pattern.window - 1), 0) // pool.size
     longest = min(count, (queries + pattern.window - 2) // pool.size + 2)
-    walks = [_walk_pages(pool, begin, tile.last, longest, near.visible)]
+    keys = _SHORT_KEYS if pattern.window < _SHORT_WINDOW else _KEYS
+    walks = [_walk_pages(pool, begin, tile.last, longest, near.visible, keys)]
     if pattern.sinks:
 
         def sunk(key, query):
@@ -199,16 +207,17 @@ def _walks(pool: _Pool, tile: _Tile, pattern: Pattern, queries: int) -> list[_Wa
         # Sinks that the last query's window still holds are walked with it.
         last = jnp.minimum(pattern.sinks - 1, tile.last - pattern.window)
         longest = min(count, -(-pattern.sinks // pool.size))
-        walks.append(_walk_pages(pool, jnp.zeros_like(begin), last, longest, sunk))
+        walks.append(_walk_pages(pool, jnp.zeros_like(begin), last, longest, sunk, keys))
     if stride is not None:
         walks.append(_walk_strided(pool, tile, pattern))
     return walks
 
 
-def _walk_pages(pool: _Pool, begin, last, longest: int, visible) -> _Walk:
-    """The pages from `begin` to the one of position `last`, of each row; `longest` at the most."""
+def _walk_pages(pool: _Pool, begin, last, longest: int, visible, keys: int) -> _Walk:
+    """The pages from `begin` to the one of position `last`, of each row; `longest` at the most,
+    about `keys` tokens a turn."""
     count = pool.table.shape[2]
-    turns = max(1, -(-longest * pool.size // _KEYS))
+    turns = max(1, -(-longest * pool.size // keys))
     step = -(-longest // turns)
     number = jnp.where(last >= 0, last // pool.size + 1 - begin, 0)  # B
 

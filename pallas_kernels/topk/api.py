@@ -66,7 +66,7 @@ def page_scores(
     if size < 1:
         raise ValueError(f"size = {size}; give the tokens a page, at least 1")
     refusal = mosaic.unsupported_pages(query, summaries, kv_heads=kv_heads)
-    run = checks.pick(_PAGE_SCORES, _choose(implementation, refusal), default="xla")
+    run = _pick(_PAGE_SCORES, implementation, refusal)
     return run(query, summaries, lengths, kv_heads=kv_heads, size=size)
 
 
@@ -108,7 +108,7 @@ def token_scores(
     pool = key_pages.shape[0]
     checks.check_table(table, None, batch=batch, kv_heads=kv_heads, pages=pool)
     refusal = mosaic.unsupported_tokens(query, key_pages, kv_heads=kv_heads)
-    run = checks.pick(_TOKEN_SCORES, _choose(implementation, refusal), default="xla")
+    run = _pick(_TOKEN_SCORES, implementation, refusal)
     return run(query, key_pages, lengths, kv_heads=kv_heads, table=table)
 
 
@@ -138,18 +138,18 @@ def top_k(scores: Float[Array, "*n C"], k: int) -> Int32[Array, "*n M"]:
     return xla.top_k(scores, k)
 
 
-def _choose(implementation: str | None, refusal: str | None) -> str:
-    """Mosaic where it can run, else XLA.
+def _pick(bodies: dict, implementation: str | None, refusal: str | None):
+    """The body to run: the one asked for, else Mosaic if it can run, else XLA.
 
     Raises:
-        ValueError: Mosaic is demanded and cannot run.
+        ValueError: the name is unknown, or Mosaic was asked for and cannot run.
     """
-    if implementation not in (None, "mosaic"):
-        return implementation
+    checks.check_known(implementation, list(bodies))
+    if implementation in ("reference", "xla"):
+        return bodies[implementation]
     card = mosaic_card()
     reason = card if isinstance(card, str) else refusal
     if reason is None:
-        return "mosaic"
-    if implementation == "mosaic":
-        raise ValueError(f'implementation = "mosaic" {reason}; use "xla", or None to pick')
-    return "xla"
+        return bodies["mosaic"]
+    checks.check_served(implementation, reason)
+    return bodies["xla"]

@@ -34,7 +34,7 @@ class Dense:
         page: tokens a page; capacity is rounded up to whole pages.
     """
 
-    page: int = 512
+    page: int = 64
 
     def __post_init__(self):
         if not isinstance(self.page, int) or self.page < 1:
