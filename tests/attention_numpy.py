@@ -21,17 +21,32 @@ def to_pages(tokens: np.ndarray, size: int, spare: float, extra: int = 0) -> np.
     return pages
 
 
+def visible(position: int, window: int | None, sinks: int = 0, stride: int | None = None):
+    """The positions that a query at `position` sees, in order, one by one by the rule."""
+    return [
+        key
+        for key in range(position + 1)
+        if window is None
+        or position - key < window
+        or key < sinks
+        or (stride is not None and key % stride == 0)
+    ]
+
+
 def attend(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
     positions: list[int],
     window: int | None,
+    sinks: int = 0,
+    stride: int | None = None,
+    allowed: list[list[list[int]]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One sequence, one query and one head at a time: float64 out [T, H, D] and lse [T, H].
 
-    Query t [T, H, D] sees the keys [S, K, D] at max(0, p - window + 1) ... p, p = positions[t]; a
-    negative position sees none.
+    Query t [T, H, D] sees the keys [S, K, D] at the `visible` positions of positions[t]; a negative
+    position sees none. `allowed[t][k]`, where given, names the only slots it may see of KV head k.
     """
     tokens, heads, dim = query.shape
     group = heads // key.shape[1]
@@ -39,15 +54,15 @@ def attend(
     out = np.zeros((tokens, heads, dim))
     lse = np.full((tokens, heads), -np.inf)
     for t, position in enumerate(positions):
-        if position < 0:
-            continue
-        first = 0 if window is None else max(0, position - window + 1)
         for head in range(heads):
-            keys = key[first : position + 1, head // group]
-            values = value[first : position + 1, head // group]
-            scores = keys @ query[t, head] / math.sqrt(dim)
+            seen = visible(position, window, sinks, stride)
+            if allowed is not None:
+                seen = [each for each in seen if each in allowed[t][head // group]]
+            if not seen:
+                continue
+            scores = key[seen, head // group] @ query[t, head] / math.sqrt(dim)
             peak = scores.max()
             weights = np.exp(scores - peak)
-            out[t, head] = weights @ values / weights.sum()
+            out[t, head] = weights @ value[seen, head // group] / weights.sum()
             lse[t, head] = peak + np.log(weights.sum())
     return out, lse

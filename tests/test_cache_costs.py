@@ -71,9 +71,11 @@ def a_step(method, config, rows, dtype, capacity):
 
 
 def wide(heads: int, kv_heads: int) -> ModelConfig:
-    """Caches that are large beside all else: 4096 slots of 64 numbers for each head, in two layers,
-    so that a copy of one layer's keys is a quarter of it."""
-    return ModelConfig.tiny(num_heads=heads, num_kv_heads=kv_heads, head_dim=64, max_positions=4096)
+    """Caches that are large beside all else, chunks of 2048 tokens too: 16384 slots of 64 numbers
+    for each head, in two layers, so that a copy of one layer's keys is a quarter of it."""
+    return ModelConfig.tiny(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=64, max_positions=16384
+    )
 
 
 @with_values(
@@ -83,7 +85,7 @@ def wide(heads: int, kv_heads: int) -> ModelConfig:
 )
 def test_a_decode_step_holds_no_second_cache(method, rows, heads, kv_heads, dtype):
     """Groups of 1 among them, which take another way in 16 bits."""
-    program, size = a_step(method, wide(heads, kv_heads), rows, dtype, 4096)
+    program, size = a_step(method, wide(heads, kv_heads), rows, dtype, 16384)
     aliased, temporary = in_place(program)
     assert aliased >= size
     assert temporary < size / 4
@@ -92,7 +94,7 @@ def test_a_decode_step_holds_no_second_cache(method, rows, heads, kv_heads, dtyp
 @with_values("rows,heads,kv_heads,dtype", [(4, 6, 3, "float32")], [(1, 1, 1, "bfloat16")])
 def test_the_loop_of_generate_holds_no_second_cache(method, rows, heads, kv_heads, dtype):
     config = wide(heads, kv_heads)
-    cache = empty_cache(method, config, rows, 4096, jnp.dtype(dtype))
+    cache = empty_cache(method, config, rows, 16384, jnp.dtype(dtype))
     params = random_params(config, dtype)
     # No public function gives out the program without running it.
     job = generation._prepare(

@@ -351,7 +351,16 @@ BAD = [
     ({"window": 0}, ValueError, "window = 0"),
     ({"window": -3}, ValueError, "window = -3"),
     ({"window": 2.5}, ValueError, "window = 2.5"),
-    ({"implementation": "mosaic"}, ValueError, "implementation = 'mosaic'; known: reference, xla"),
+    ({"implementation": "triton"}, ValueError, "implementation = 'triton'; known: reference, xla"),
+    ({"implementation": "mosaic"}, ValueError, '"mosaic" needs an NVIDIA GPU; .* for cpu'),
+    ({"sinks": 4}, ValueError, "sinks = 4, .* without a window"),
+    ({"stride": 2}, ValueError, "stride = 2 without a window"),
+    ({"window": 4, "stride": 0}, ValueError, "stride = 0"),
+    ({"window": 4, "sinks": -1}, ValueError, "sinks = -1"),
+    ({"table": numbers((2, 2, 3), 0, "int16")}, TypeError, "table is int16"),
+    ({"table": numbers((2, 3), 0, "int32")}, ValueError, r"table has shape \(2, 3\)"),
+    ({"table": numbers((2, 2, 3), 12, "int32")}, ValueError, r"table .* outside -1 \.\.\. 11 .*12"),
+    ({"table": numbers((2, 2, 3), -2, "int32")}, ValueError, r"table .* outside -1 .*-2"),
 ]
 
 
