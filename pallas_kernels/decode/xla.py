@@ -42,8 +42,9 @@ class _Chunk(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Chunks 0 ... turns - 1."""
+    """Chunks 0 ... turns - 1, `most` of them at the most."""
 
+    most: int
     turns: Int32[Array, ""]
     read: Callable[[Int32[Array, ""]], _Chunk]
 
@@ -108,7 +109,10 @@ def _attend(
         def turn(index, carry, reader=reader):
             return _accumulate(carry, query, reader.read(index))
 
-        carry = lax.fori_loop(0, reader.turns, turn, carry)
+        if reader.most == 1:
+            carry = turn(jnp.int32(0), carry)
+        else:
+            carry = lax.fori_loop(0, reader.turns, turn, carry)
     peak, total, out = carry
     safe = jnp.where(total == 0, 1.0, total)
     return out / safe[..., None], jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
@@ -194,7 +198,8 @@ def _in_place(pools, lengths, kv_heads, pattern, chunk, dtype) -> _Reader:
         return _Chunk(key, value, seen)
 
     width = step * size
-    return _Reader((jnp.minimum(lengths.max(), count * size) + width - 1) // width, read)
+    stop = jnp.minimum(lengths.max(), count * size)
+    return _Reader(-(-count // step), (stop + width - 1) // width, read)
 
 
 def _list(pools, lengths, kv_heads, pattern, table, selected) -> PageList:
@@ -240,7 +245,7 @@ def _listed(pools, pages: PageList, lengths, pattern, chunk, dtype) -> _Reader:
 
     used = (physical >= 0).any((0, 1))
     last = jnp.where(used, jnp.arange(1, turns * step + 1), 0).max()
-    return _Reader((last + step - 1) // step, read)
+    return _Reader(turns, (last + step - 1) // step, read)
 
 
 def _strided(pools, lengths, kv_heads, pattern, table, chunk, dtype) -> _Reader:
@@ -270,4 +275,4 @@ def _strided(pools, lengths, kv_heads, pattern, table, chunk, dtype) -> _Reader:
         return _Chunk(key, value, there[:, None])
 
     end = (lengths - pattern.window).max()
-    return _Reader(jnp.clip(-(-end // (stride * step)), 0, turns), read)
+    return _Reader(turns, jnp.clip(-(-end // (stride * step)), 0, turns), read)
