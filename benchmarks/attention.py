@@ -114,9 +114,11 @@ def one_program(attend: Callable) -> Callable:
     @jax.jit
     def run(query, layers, lengths):
         for layer in layers:
-            # Without this XLA would copy the pages of all layers together, before all else.
-            query, layer = jax.lax.optimization_barrier((query, layer))
-            query = attend(query, layer, lengths)
+            # In a model what is read is known when the layer begins; else XLA would copy the pages
+            # of all layers together, before all else.
+            known = (query, lengths, layer.chosen)
+            query, lengths, chosen = jax.lax.optimization_barrier(known)
+            query = attend(query, layer._replace(chosen=chosen), lengths)
         return query
 
     return run

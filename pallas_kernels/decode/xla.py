@@ -26,6 +26,9 @@ _RUN_BYTES = 4 << 20
 _GATHERED_BYTES = 1 << 20
 _CHUNK_TOKENS = (512, 2048)
 
+# Tokens that one product takes of what is gathered, at the least.
+_RUN_TOKENS = 64
+
 # Tokens are gathered one by one at less than half the rate of whole pages: below this stride
 # reading everything is faster.
 _LEAST_GATHERED_STRIDE = 4
@@ -99,31 +102,37 @@ def _attend(
 ) -> tuple[Float32[Array, "B K G D"], Float32[Array, "B K G"]]:
     """Online softmax over all chunks of all readers."""
     batch, _, kv_heads, group, dim = query.shape
-    carry = (
-        jnp.full((batch, kv_heads, group), -jnp.inf, jnp.float32),
-        jnp.zeros((batch, kv_heads, group), jnp.float32),
-        jnp.zeros((batch, kv_heads, group, dim), jnp.float32),
-    )
+    carry = None
     for reader in readers:
+        if reader.most == 1:
+            carry = _accumulate(carry, query, reader.read(jnp.int32(0)))
+            continue
+        if carry is None:
+            carry = (
+                jnp.full((batch, kv_heads, group), -jnp.inf, jnp.float32),
+                jnp.zeros((batch, kv_heads, group), jnp.float32),
+                jnp.zeros((batch, kv_heads, group, dim), jnp.float32),
+            )
 
         def turn(index, carry, reader=reader):
             return _accumulate(carry, query, reader.read(index))
 
-        if reader.most == 1:
-            carry = turn(jnp.int32(0), carry)
-        else:
-            carry = lax.fori_loop(0, reader.turns, turn, carry)
+        carry = lax.fori_loop(0, reader.turns, turn, carry)
+    assert carry is not None
     peak, total, out = carry
     safe = jnp.where(total == 0, 1.0, total)
     return out / safe[..., None], jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
 def _accumulate(carry, query: Float[Array, "B 1 K G D"], chunk: _Chunk):
-    """One step of the online softmax: (peak of the scores, sum of weights, output)."""
-    peak, total, out = carry
+    """One step of the online softmax: (peak of the scores, sum of weights, output).
+
+    Few operations on flat shapes: each costs XLA's CPU back end about 5 us to begin.
+    """
     batch, runs, kv_heads, tokens, dim = chunk.key.shape
     group = query.shape[3]
     apart = (batch, runs, kv_heads)
+    seen = chunk.seen.reshape(-1, 1, tokens)
     spread = jnp.broadcast_to(query, (*apart, group, dim)).reshape(-1, group, dim)
     # Keys on the left: the form that XLA's CPU product runs fastest for a handful of queries.
     scores = jnp.einsum(
@@ -132,23 +141,27 @@ def _accumulate(carry, query: Float[Array, "B 1 K G D"], chunk: _Chunk):
         spread,
         preferred_element_type=jnp.float32,
     )
-    scores = scores.swapaxes(1, 2).reshape(*apart, group, tokens) * dim**-0.5
-    scores = jnp.where(chunk.seen[:, :, :, None], scores, -jnp.inf)
-    new_peak = jnp.maximum(peak, scores.max((1, 4)))
+    scores = jnp.where(seen, scores.swapaxes(1, 2) * dim**-0.5, -jnp.inf)  # n G s
+    peak = scores.max(2).reshape(*apart, group).max(1)
+    if carry is not None:
+        peak = jnp.maximum(peak, carry[0])
     # A finite stand-in keeps exp(-inf - peak) at 0 where no key was seen yet.
-    base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-    weights = jnp.exp(scores - base[:, None, :, :, None])
-    shrink = jnp.exp(peak - base)
+    base = jnp.where(peak == -jnp.inf, 0.0, peak)
+    each = jnp.broadcast_to(base[:, None], (*apart, group)).reshape(-1, group, 1)
+    weights = jnp.exp(scores - each)
     # Slots that nobody may see can hold NaN, which a weight of 0 would not silence.
-    value = jnp.where(chunk.seen[..., None], chunk.value, 0)
-    added = jnp.einsum(
-        "ngs,nsd->ngd",
-        weights.astype(value.dtype).reshape(-1, group, tokens),
-        value.reshape(-1, tokens, dim),
-        preferred_element_type=jnp.float32,
+    value = chunk.value.reshape(-1, tokens, dim)
+    value = jnp.where(seen.swapaxes(1, 2), value, 0)
+    out = jnp.einsum(
+        "ngs,nsd->ngd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
-    added = added.reshape(*apart, group, dim).sum(1)
-    return new_peak, total * shrink + weights.sum((1, 4)), out * shrink[..., None] + added
+    out = out.reshape(*apart, group, dim).sum(1)
+    total = weights.sum(2).reshape(*apart, group).sum(1)
+    if carry is not None:
+        shrink = jnp.exp(carry[0] - base)
+        total += carry[1] * shrink
+        out += carry[2] * shrink[..., None]
+    return peak, total, out
 
 
 def _chunk_tokens(wanted: int) -> int:
@@ -193,7 +206,7 @@ def _in_place(pools, lengths, kv_heads, pattern, chunk, dtype) -> _Reader:
         first = jnp.minimum(index * step, count - step)
         slot = (first + jnp.arange(step))[:, None] * size + jnp.arange(size)
         seen = pattern.visible(slot, lengths[:, None, None] - 1) & (slot >= index * step * size)
-        seen = jnp.broadcast_to(seen[:, :, None], (batch, step, kv_heads, size))
+        seen = _computed_once(jnp.broadcast_to(seen[:, :, None], (batch, step, kv_heads, size)))
         key, value = (take(pool, first) for pool in pools)
         return _Chunk(key, value, seen)
 
@@ -209,43 +222,54 @@ def _list(pools, lengths, kv_heads, pattern, table, selected) -> PageList:
     )
 
 
-def _gather(pools, rows: Int32[Array, "B K m"], take: Callable, dtype) -> tuple[Array, Array]:
-    """What `take` gets of every leaf for the ids in `rows`, as keys and values [B, 1, K, s, D]."""
-    batch, kv_heads, _ = rows.shape
+def _gather(pools, rows: Int32[Array, "B m K r"], take: Callable, dtype) -> tuple[Array, Array]:
+    """What `take` gets of every leaf for the ids in `rows`, as keys and values [B, m, K, s, D]."""
     key, value = (_plain(_of_leaves(pool, take), dtype) for pool in pools)
-    shape = (batch, 1, kv_heads, -1, key.shape[-1])
+    shape = (*rows.shape[:3], -1, key.shape[-1])
     return key.reshape(shape), value.reshape(shape)
+
+
+def _computed_once(small):
+    """Kept out of the loops over keys and values, where XLA would work it out for every number."""
+    return lax.optimization_barrier(small)
 
 
 def _listed(pools, pages: PageList, lengths, pattern, chunk, dtype) -> _Reader:
     """The pages of a list, copied together."""
-    batch, kv_heads, listed = pages.physical.shape
-    size = pools[0].shape[1]
+    listed, size = pages.physical.shape[2], pools[0].shape[1]
+    joined = -(-_RUN_TOKENS // size)  # pages of one product
     turns = max(1, -(-listed * size // chunk))
-    step = max(1, -(-listed // turns))
-    spare = ((0, 0), (0, 0), (0, turns * step - listed))
+    step = max(1, -(-listed // (turns * joined)))  # products of a turn
+    width = step * joined
+    spare = ((0, 0), (0, 0), (0, turns * width - listed))
     physical, logical = (jnp.pad(each, spare, constant_values=-1) for each in pages)
 
     def read(index):
         here, which = (
-            lax.dynamic_slice_in_dim(each, index * step, step, axis=2)
+            _runs(lax.dynamic_slice_in_dim(each, index * width, width, axis=2), joined)
             for each in (physical, logical)
         )
         slot = which[..., None] * size + jnp.arange(size)
-        seen = pattern.visible(slot, lengths[:, None, None, None] - 1)
+        seen = pattern.visible(slot, lengths[:, None, None, None, None] - 1)
         seen &= (here >= 0)[..., None]
-        ids = jnp.maximum(here, 0)
+        ids, seen = _computed_once((jnp.maximum(here, 0), seen))
 
         def take(leaf):
             # The list holds ids of the pool only: a second check would cost a pass over the copy.
             return leaf.at[ids.reshape(-1)].get(mode="promise_in_bounds")
 
         key, value = _gather(pools, ids, take, dtype)
-        return _Chunk(key, value, seen.reshape(batch, 1, kv_heads, step * size))
+        return _Chunk(key, value, seen.reshape(key.shape[:-1]))
 
     used = (physical >= 0).any((0, 1))
-    last = jnp.where(used, jnp.arange(1, turns * step + 1), 0).max()
-    return _Reader(turns, (last + step - 1) // step, read)
+    last = jnp.where(used, jnp.arange(1, turns * width + 1), 0).max()
+    return _Reader(turns, (last + width - 1) // width, read)
+
+
+def _runs(ids: Int32[Array, "B K w"], joined: int) -> Int32[Array, "B m K r"]:
+    """Runs of `joined` entries; m is in front of K so that two cores share the copy evenly."""
+    batch, kv_heads, _ = ids.shape
+    return ids.reshape(batch, kv_heads, -1, joined).swapaxes(1, 2)
 
 
 def _strided(pools, lengths, kv_heads, pattern, table, chunk, dtype) -> _Reader:
@@ -255,24 +279,26 @@ def _strided(pools, lengths, kv_heads, pattern, table, chunk, dtype) -> _Reader:
     if table is None:
         table = contiguous_table(batch, kv_heads, pages // (batch * kv_heads))
     stride, slots = pattern.stride, table.shape[2] * size
-    turns = max(1, -(-slots // (stride * chunk)))
-    step = -(-slots // (stride * turns))
+    listed = -(-slots // stride)
+    turns = -(-listed // chunk)
+    joined = min(_RUN_TOKENS, listed)
+    width = -(-listed // (turns * joined)) * joined
 
     def read(index):
-        position = (index * step + jnp.arange(step)) * stride
+        position = (index * width + jnp.arange(width)) * stride
         far = (position < lengths[:, None] - pattern.window) & (position >= pattern.sinks)
         page = jnp.minimum(position // size, table.shape[2] - 1)
-        page = jnp.take(table, page, axis=2)  # B K step
+        page = jnp.take(table, page, axis=2)  # B K width
         there = (page >= 0) & (page < pages) & far[:, None]
         row = jnp.where(there, page * size + position % size, 0)
+        row, there = _computed_once((_runs(row, joined), _runs(there, joined)))
 
         def take(leaf):
             flat = leaf.reshape(-1, 1, leaf.shape[2])
             shared = size // leaf.shape[1]  # tokens that share a row: scales by channel
             return flat.at[row.reshape(-1) // shared].get(mode="promise_in_bounds")
 
-        key, value = _gather(pools, row, take, dtype)
-        return _Chunk(key, value, there[:, None])
+        return _Chunk(*_gather(pools, row, take, dtype), there)
 
     end = (lengths - pattern.window).max()
-    return _Reader(turns, jnp.clip(-(-end // (stride * step)), 0, turns), read)
+    return _Reader(turns, jnp.clip(-(-end // (stride * width)), 0, turns), read)
