@@ -77,8 +77,8 @@ def compile_all(card: str, cases: str, names: list[str] | None = None) -> list[C
 
     Args:
         card: a name in `CARDS`.
-        cases: "module:function"; the function takes the `Card` and gives
-            {name: (function, arguments as ShapeDtypeStructs)}.
+        cases: "module:function"; the function takes the `Card` and gives, by name, objects with
+            `run`, a function, and `arguments`, a tuple of trees of ShapeDtypeStructs.
         names: which of them; None for all.
 
     Raises:
@@ -208,9 +208,8 @@ def _child(card: Card, cases: str, folder: Path, names: list[str] | None) -> Non
     known = getattr(importlib.import_module(module), function)(card)
     seen: set[str] = set()
     for name in known if names is None else names:
-        run, arguments = known[name]
         try:
-            memory = compile_for(card, run, arguments).memory_analysis()
+            memory = compile_for(card, known[name].run, known[name].arguments).memory_analysis()
             error, sizes = None, (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
         except Exception as wrong:
             error = f"{type(wrong).__name__}: {' '.join(str(wrong).split())[:300]}"

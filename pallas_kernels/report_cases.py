@@ -3,17 +3,28 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.cards import Card
 from pallas_kernels.decode.api import decode_attention
+from pallas_kernels.patterns import Pattern
 from pallas_kernels.prefill.api import prefill_attention
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.topk.api import page_scores, token_scores
+from pallas_kernels.traffic import Stored, decode_traffic
 
-Case = tuple[Callable, tuple]
+
+class Case(NamedTuple):
+    """What is compiled, and for decode the bytes moved by bytes needed."""
+
+    run: Callable
+    arguments: tuple
+    bytes_ratio: float | None = None
+
 
 # H, K, D of models: SmolLM2-135M, Llama-3.1-8B, Phi-3-mini, Gemma-7B.
 MODELS = {
@@ -55,7 +66,7 @@ class Pool:
         """(keys, values)."""
         _, kv_heads, dim = self.heads
         number = self.batch * kv_heads * self.count
-        shape = jax.ShapeDtypeStruct
+        shape: Any = jax.ShapeDtypeStruct
         if bits == 16:
             return (shape((number, self.size, dim), jnp.bfloat16),) * 2
         stored = jnp.int8 if bits == 8 else jnp.uint8
@@ -71,7 +82,7 @@ class Pool:
         )
 
 
-def _decode(pool: Pool, kernel: str, *, bits=16, group=64, table=False, listed=0, **options):
+def _decode(pool: Pool, kernel, *, bits=16, group=64, table=False, listed=0, **options) -> Case:
     named = {}
     if table:
         named["table"] = pool.lists(pool.count)
@@ -84,10 +95,21 @@ def _decode(pool: Pool, kernel: str, *, bits=16, group=64, table=False, listed=0
     def run(query, pages, lengths, named):
         return fixed(query, *pages, lengths, **named)
 
-    return run, (pool.query(), pool.pages(bits, group), pool.rows(), named)
+    traffic = decode_traffic(
+        np.full(pool.batch, pool.tokens),
+        Stored(pool.heads[2], pool.size, bits, None if bits == 16 else group),
+        Pattern(**options),
+        heads=pool.heads[0],
+        kv_heads=pool.heads[1],
+        count=pool.count,
+        selected=np.tile(np.arange(listed), (pool.batch, pool.heads[1], 1)) if listed else None,
+    )
+    return Case(run, (pool.query(), pool.pages(bits, group), pool.rows(), named), traffic.ratio)
 
 
-def _prefill(pool: Pool, tokens: int, *, listed=0, query_block=None, table=False, **options):
+def _prefill(
+    pool: Pool, tokens: int, *, listed=0, query_block=None, table=False, **options
+) -> Case:
     named = {}
     if table:
         named["table"] = pool.lists(pool.count)
@@ -101,19 +123,20 @@ def _prefill(pool: Pool, tokens: int, *, listed=0, query_block=None, table=False
     def run(query, pages, starts, counts, named):
         return fixed(query, *pages, starts, counts, **named)
 
-    return run, (pool.query(tokens), pool.pages(), pool.rows(), pool.rows(), named)
+    arrays = (pool.query(tokens), pool.pages(), pool.rows(), pool.rows(), named)
+    return Case(run, arrays)
 
 
-def _page_scores(pool: Pool):
+def _page_scores(pool: Pool) -> Case:
     _, kv_heads, dim = pool.heads
     summaries = jax.ShapeDtypeStruct((pool.batch * kv_heads, pool.count, 2 * dim), jnp.bfloat16)
     run = functools.partial(page_scores, kv_heads=kv_heads, size=pool.size, implementation="mosaic")
-    return run, (pool.query(), summaries, pool.rows())
+    return Case(run, (pool.query(), summaries, pool.rows()))
 
 
-def _token_scores(pool: Pool):
+def _token_scores(pool: Pool) -> Case:
     run = functools.partial(token_scores, kv_heads=pool.heads[1], implementation="mosaic")
-    return run, (pool.query(), pool.pages()[0], pool.rows())
+    return Case(run, (pool.query(), pool.pages()[0], pool.rows()))
 
 
 def _both(kernel: str) -> dict[str, Case]:
@@ -121,7 +144,10 @@ def _both(kernel: str) -> dict[str, Case]:
     small, large = Pool("SmolLM2"), Pool("Llama-8B")
     tight = Pool("Llama-8B", size=16)
     sparse = {"window": 1024, "sinks": 4, "stride": 128}
-    case = functools.partial(_decode, kernel=kernel)
+
+    def case(pool: Pool, **options) -> Case:
+        return _decode(pool, kernel, **options)
+
     return {
         "SmolLM2 dense": case(small),
         "SmolLM2 window": case(small, window=1024, sinks=4),
