@@ -11,6 +11,7 @@ from pallas_kernels.mosaic_support import mosaic_card
 from pallas_kernels.page_lists import list_pages
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
+from pallas_kernels.tuned import tiles_for
 from pallas_kernels.types import AttentionOutput
 
 Pages = Float[Array, "N P D"] | QuantizedPages
@@ -19,7 +20,6 @@ Pages = Float[Array, "N P D"] | QuantizedPages
 class Kernel(NamedTuple):
     """One of the kernels; what the members take stands in its module."""
 
-    op: str  # its name in tables of measured tiles
     unsupported: Callable[..., str | None]
     tiles: Callable[..., Any]
     run: Callable[..., AttentionOutput]
@@ -27,22 +27,20 @@ class Kernel(NamedTuple):
 
 def _portable_tiles(card: Card, key_pages: Pages, **shape):
     bits = key_pages.bits if isinstance(key_pages, QuantizedPages) else 16
-    return mosaic_portable.default_tiles(card, **shape, bits=bits)
+    return tiles_for(card, "decode_portable", mosaic_portable.default_tiles, **shape, bits=bits)
 
 
 def _hopper_tiles(card: Card, key_pages: Pages, **shape):
     del key_pages
-    return mosaic_hopper.default_tiles(card, **shape)
+    return tiles_for(card, "decode_hopper", mosaic_hopper.default_tiles, **shape)
 
 
 PORTABLE = Kernel(
-    "decode_portable",
     mosaic_portable.unsupported,
     _portable_tiles,
     mosaic_portable.decode_attention,
 )
 HOPPER = Kernel(
-    "decode_hopper",
     mosaic_hopper.unsupported,
     _hopper_tiles,
     mosaic_hopper.decode_attention,

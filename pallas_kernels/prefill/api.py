@@ -10,6 +10,7 @@ from pallas_kernels.mosaic_support import mosaic_card
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.prefill import mosaic, reference, xla
 from pallas_kernels.quant.pages import QuantizedPages
+from pallas_kernels.tuned import tiles_for
 from pallas_kernels.types import AttentionOutput
 
 Implementation = Literal["reference", "xla", "mosaic"]
@@ -109,8 +110,10 @@ def _pick(implementation, query, key_pages, value_pages, query_block, kv_heads: 
     else:
         reason = mosaic.unsupported(query, key_pages, value_pages)
         if reason is None:
-            tiles = mosaic.default_tiles(
+            tiles = tiles_for(
                 card,
+                "prefill",
+                mosaic.default_tiles,
                 tokens=query.shape[1],
                 group=query.shape[2] // kv_heads,
                 size=key_pages.shape[1],

@@ -21,6 +21,7 @@ from pallas_kernels.cards import Card
 from pallas_kernels.mosaic_support import mosaic_card
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.topk.xla import signed_halves
+from pallas_kernels.tuned import tiles_for
 
 _HEADS = 8  # columns of one mma.sync tile
 _MOST_HEADS = 16
@@ -118,7 +119,10 @@ def page_scores(
     batch, _, dim = query.shape
     _, count, width = summaries.shape
     if tiles is None:
-        tiles = default_tiles(_card(), batch=batch, kv_heads=kv_heads, count=count, dim=width)
+        tiles = tiles_for(
+            _card(), "page_scores", default_tiles,
+            batch=batch, kv_heads=kv_heads, count=count, dim=width, size=None,
+        )  # fmt: skip
     rows, splits = _checked(tiles, fits=tiles.rows <= count)
     steps = -(-count // rows)
     share = -(-steps // splits)
@@ -165,9 +169,10 @@ def token_scores(
     pool, size, _ = key_pages.shape
     count = pool // (batch * kv_heads) if table is None else table.shape[2]
     if tiles is None:
-        tiles = default_tiles(
-            _card(), batch=batch, kv_heads=kv_heads, count=count * size, dim=dim, size=size
-        )
+        tiles = tiles_for(
+            _card(), "token_scores", default_tiles,
+            batch=batch, kv_heads=kv_heads, count=count * size, dim=dim, size=size,
+        )  # fmt: skip
     rows, splits = _checked(tiles, fits=size % tiles.rows == 0)
     parts = size // rows  # steps a page
     share = -(-count * parts // splits)
