@@ -1,6 +1,7 @@
 """The GPUs that the kernels are built for, and which of them the current trace is for."""
 
 import dataclasses
+import re
 
 import jax
 
@@ -68,14 +69,50 @@ def find_card(kind: str) -> Card | None:
     return next((card for card in CARDS.values() if card.kind == kind), None)
 
 
-def current_kind() -> tuple[str, str]:
-    """(platform, device kind) that the current trace is for.
+def card_of(device) -> Card | None:
+    """The card of a JAX device: of the table, or made from what the device tells of itself.
+
+    None for what is no NVIDIA GPU, and for one older than sm_80. What a device doesn't tell has
+    the least value of the cards in the table.
+    """
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    known = find_card(device.device_kind)
+    if known is not None:
+        return known
+    try:
+        major, minor = (int(part) for part in device.compute_capability.split("."))
+    except (AttributeError, ValueError):
+        return None  # AMD's are no pair of numbers
+    if major < 8:
+        return None
+
+    def least(field: str) -> int:
+        return min(getattr(card, field) for card in CARDS.values())
+
+    shared = getattr(device, "shared_memory_per_block_optin", least("shared_per_block"))
+    return Card(
+        name=re.sub(r"\W+", "_", device.device_kind.lower()),
+        kind=device.device_kind,
+        capability=(major, minor),
+        processors=getattr(device, "core_count", least("processors")),
+        shared_per_processor=shared + 1024,
+        shared_per_block=shared,
+        l2=getattr(device, "l2_cache_size", least("l2")),
+        memory=least("memory"),
+        bandwidth=getattr(device, "memory_bandwidth", least("bandwidth")),
+        clock=1.4,
+        lanes=64,
+        threads_per_processor=least("threads_per_processor"),
+        blocks_per_processor=least("blocks_per_processor"),
+    )
+
+
+def current_card() -> Card | str:
+    """The card that the current trace is for, or what it is for instead.
 
     The abstract mesh's device where one is set (ahead-of-time compilation for a card that is not
     here), else the default back end's first device.
     """
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.platform, abstract.device_kind
-    device = jax.devices()[0]
-    return device.platform, device.device_kind
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return card_of(device) or f"{device.platform} ({device.device_kind})"

@@ -2,7 +2,7 @@
 
 from jax._src import config as jax_config
 
-from pallas_kernels.cards import CARDS, Card, current_kind, find_card
+from pallas_kernels.cards import CARDS, Card, current_card
 
 
 def interpreting() -> bool:
@@ -18,10 +18,7 @@ def mosaic_card() -> Card | str:
     """
     if interpreting():
         return CARDS["h100"]
-    platform, kind = current_kind()
-    if platform not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU; this program is for {platform} ({kind})"
-    card = find_card(kind)
-    if card is None:
-        return f"has no entry for {kind!r} in pallas_kernels.cards; add the card's sizes there"
+    card = current_card()
+    if isinstance(card, str):
+        return f"needs an NVIDIA GPU of sm_80 or newer; this program is for {card}"
     return card

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import aot, report
 from pallas_kernels.aot_logs import resident
-from pallas_kernels.cards import CARDS, find_card
+from pallas_kernels.cards import CARDS
 from pallas_kernels.report_cases import cases
 
 
@@ -74,9 +74,3 @@ def test_missing_wheels_are_named(monkeypatch, tmp_path):
 def test_blocks_that_fit_a_multiprocessor(registers, shared, threads, expected):
     """H100: 65536 registers, 233472 bytes, 2048 threads, as NVIDIA's occupancy rules have it."""
     assert resident(CARDS["h100"], registers, shared, threads) == expected
-
-
-def test_cards_are_found_by_what_jax_calls_them():
-    for card in CARDS.values():
-        assert find_card(card.kind) is card
-    assert find_card("cpu") is None

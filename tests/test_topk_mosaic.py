@@ -7,10 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import mma_on_cpu  # noqa: F401  (a meaning for plgpu.mma in the interpreter)
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
-from jax._src.pallas.mosaic_gpu.primitives import mma_p
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cards import CARDS
@@ -19,16 +18,6 @@ from pallas_kernels.topk import mosaic, reference
 from pallas_kernels.topk.api import page_scores, token_scores
 from pallas_kernels.topk.mosaic import Tiles
 from pallas_kernels.topk.summaries import summarize_pages
-
-# GPU interpret mode has no rule for this product: on the CPU it is an ordinary one.
-mlir.register_lowering(
-    mma_p,
-    mlir.lower_fun(
-        lambda acc, a, b: acc + jnp.dot(a, b, preferred_element_type=jnp.float32),
-        multiple_results=False,
-    ),
-    platform="cpu",
-)
 
 LENGTHS = jnp.asarray([0, 1, 7, 63, 64, 65, 1000], jnp.int32)
 

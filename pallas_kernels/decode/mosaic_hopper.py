@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode.hopper_tiles import (
     ROWS,
@@ -27,6 +27,7 @@ from pallas_kernels.decode.hopper_tiles import (
     columns_of,
     default_tiles,
 )
+from pallas_kernels.decode.splits import merge_splits
 from pallas_kernels.page_lists import PageList
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
@@ -142,23 +143,8 @@ def decode_attention(
         # `_Block` says where warps wait for each other.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(lengths, ends, physical, logical, grouped, key_pages, value_pages)
-    out, lse = _merge(out[..., :group, :], lse[..., 0, :group])
+    out, lse = merge_splits(out[..., :group, :], lse[..., 0, :group])
     return AttentionOutput(out.reshape(query.shape).astype(query.dtype), lse.reshape(batch, heads))
-
-
-def _merge(
-    out: Float32[Array, "B K S G D"], lse: Float32[Array, "B K S G"]
-) -> tuple[Float32[Array, "B K G D"], Float32[Array, "B K G"]]:
-    """Joins the shares as `merge_attention` joins parts: one that saw nothing weighs exactly 0."""
-    if out.shape[2] == 1:
-        return out[:, :, 0], lse[:, :, 0]
-    peak = lse.max(axis=2)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weights = jnp.exp(lse - peak[:, :, None])
-    total = weights.sum(axis=2)
-    safe = jnp.where(total == 0, 1.0, total)
-    merged = (out * weights[..., None]).sum(axis=2) / safe[..., None]
-    return merged, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
 def _swizzle(*widths: int) -> int:

@@ -11,11 +11,12 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cards import Card
 from pallas_kernels.decode.mosaic_block import ROWS, Block
 from pallas_kernels.decode.mosaic_sources import STEP, KeysByChannel, PlainPages, ValuesByToken
+from pallas_kernels.decode.splits import merge_splits
 from pallas_kernels.page_lists import PageList
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
@@ -227,21 +228,8 @@ def decode_attention(
         grid_names=("row", "head", "split"),
         scratch_types=[block.shared],
     )(lengths, ends, physical, pages.logical, grouped, key.arrays, value.arrays)
-    out, lse = _merge(out[..., :group, :dim], lse[..., :group])
+    out, lse = merge_splits(out[..., :group, :dim], lse[..., :group])
     return AttentionOutput(out.reshape(query.shape).astype(query.dtype), lse.reshape(batch, heads))
-
-
-def _merge(
-    out: Float32[Array, "B K S G D"], lse: Float32[Array, "B K S G"]
-) -> tuple[Float32[Array, "B K G D"], Float32[Array, "B K G"]]:
-    """Joins the shares as `merge_attention` joins parts: one that saw nothing weighs exactly 0."""
-    peak = lse.max(axis=2)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weights = jnp.exp(lse - peak[:, :, None])
-    total = weights.sum(axis=2)
-    safe = jnp.where(total == 0, 1.0, total)
-    merged = (out * weights[..., None]).sum(axis=2) / safe[..., None]
-    return merged, jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe))
 
 
 def _part(key_pages, keys: int) -> int:

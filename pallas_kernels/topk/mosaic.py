@@ -129,7 +129,7 @@ def page_scores(
     right = _columns(signed_halves(query), kv_heads, rows)
     layouts = _layouts(query.dtype, rows)
 
-    def body(lengths_ref, right_ref, summaries_ref, out_ref):
+    def score_pages(lengths_ref, right_ref, summaries_ref, out_ref):
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         needed = pl.cdiv(pl.cdiv(lengths_ref[row], size), rows)
         first = split * share
@@ -144,7 +144,7 @@ def page_scores(
             plgpu.store(out_ref.at[row, head, step], best * dim**-0.5, optimized=False)
 
     blocks = plgpu.kernel(
-        body,
+        score_pages,
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, steps, rows), jnp.float32),
         grid=(batch, kv_heads, splits),
         grid_names=("row", "head", "split"),
@@ -179,7 +179,7 @@ def token_scores(
     right = _columns(query, kv_heads, rows)
     layouts = _layouts(query.dtype, rows)
 
-    def body(lengths_ref, *refs):
+    def score_tokens(lengths_ref, *refs):
         *table_refs, right_ref, pages_ref, out_ref = refs
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         needed = jnp.minimum(pl.cdiv(lengths_ref[row], rows), count * parts)
@@ -204,7 +204,7 @@ def token_scores(
 
     tables = () if table is None else (table,)
     scores = plgpu.kernel(
-        body,
+        score_tokens,
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, count * parts, rows), jnp.float32),
         grid=(batch, kv_heads, splits),
         grid_names=("row", "head", "split"),
