@@ -47,9 +47,9 @@ def default_tiles(
     wanted = card.bandwidth / card.processors * 1.5e-6
 
     def worth(stages: int) -> tuple[float, int, int]:
-        resident = _resident(card, 64, stages, dim)
-        ahead = resident * (stages - 1) * _stage_bytes(64, dim)
-        return min(ahead, wanted), resident, ahead
+        blocks = resident(card, 64, stages, dim)
+        ahead = blocks * (stages - 1) * stage_bytes(64, dim)
+        return min(ahead, wanted), blocks, ahead
 
     stages = max(_stage_counts(card, 64, dim), key=worth)
     splits = _splits(card, batch * kv_heads, listed * size, 64, stages, dim, rounds=4)
@@ -70,13 +70,14 @@ def candidate_tiles(
     return list(dict.fromkeys(found))
 
 
-def _stage_bytes(keys: int, dim: int) -> int:
+def stage_bytes(keys: int, dim: int) -> int:
+    """Keys and values of one step, as a warpgroup fetches them."""
     return 2 * keys * (dim + (columns_of(dim) or dim))
 
 
 def _shared_bytes(keys: int, stages: int, dim: int) -> int:
     """Shared memory of a block, with what the compiler and the card add."""
-    ring = max(stages * _stage_bytes(keys, dim), 4 * ROWS * (columns_of(dim) or dim))
+    ring = max(stages * stage_bytes(keys, dim), 4 * ROWS * (columns_of(dim) or dim))
     return ring + 2 * ROWS * (dim + keys) + 3 * 1024
 
 
@@ -86,7 +87,7 @@ def _stage_counts(card: Card, keys: int, dim: int) -> list[int]:
     return list(fitting) or [1]
 
 
-def _resident(card: Card, keys: int, stages: int, dim: int) -> int:
+def resident(card: Card, keys: int, stages: int, dim: int) -> int:
     """Warpgroups that a processor holds at once."""
     # Registers of a thread, as compiled: 130 with 64 channels, 160 with 96, 220 with more.
     by_registers = 2 if keys > 64 or dim > 96 else 3 if dim > 64 else 4
@@ -101,7 +102,7 @@ def _splits(
     At the most `rounds` times as many warpgroups as the card holds; equal shares may be unequal
     work, since rows differ in length.
     """
-    held = card.processors * _resident(card, keys, stages, dim)
+    held = card.processors * resident(card, keys, stages, dim)
     heads *= dim // (columns_of(dim) or dim)
     most = min(max(1, tokens // (4 * keys)), max(1, rounds * held // heads))
 
