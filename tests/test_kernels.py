@@ -352,7 +352,7 @@ BAD = [
     ({"window": -3}, ValueError, "window = -3"),
     ({"window": 2.5}, ValueError, "window = 2.5"),
     ({"implementation": "triton"}, ValueError, "implementation = 'triton'; known: reference, xla"),
-    ({"implementation": "mosaic"}, ValueError, '"mosaic" needs an NVIDIA GPU; .* for cpu'),
+    ({"implementation": "mosaic"}, ValueError, '"mosaic" needs an NVIDIA GPU .* for cpu'),
     ({"sinks": 4}, ValueError, "sinks = 4, .* without a window"),
     ({"stride": 2}, ValueError, "stride = 2 without a window"),
     ({"window": 4, "stride": 0}, ValueError, "stride = 0"),

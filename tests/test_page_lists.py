@@ -10,7 +10,15 @@ import pytest
 from attention_numpy import attend, visible
 from jax.experimental import checkify
 
-from pallas_kernels import decode_attention, dequantize, prefill_attention, quantize
+from pallas_kernels import (
+    decode_attention,
+    dequantize,
+    page_scores,
+    prefill_attention,
+    quantize,
+    summarize_pages,
+    top_k,
+)
 from pallas_kernels.page_lists import list_pages, visible_pages
 from pallas_kernels.patterns import Pattern
 
@@ -224,6 +232,28 @@ def test_a_budget_of_no_pages_sees_nothing():
                 implementation=implementation,
             )  # fmt: skip
             assert (out == 0).all() and jnp.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_top_pages_from_one_to_all(implementation):
+    """Budgets of 1 page, some, all and more than there are: the last two are dense."""
+    rng = np.random.default_rng(7)
+    pools = [jnp.asarray(rng.normal(size=(24, 16, 16)), jnp.float32) for _ in range(2)]
+    query = jnp.asarray(rng.normal(size=(3, 6, 16)), jnp.float32)
+    lengths = int32([0, 33, 64])
+    summaries = summarize_pages(pools[0], lengths, kv_heads=2)
+    scores = page_scores(query, summaries, lengths, kv_heads=2, size=16)
+    given = {"kv_heads": 2, "implementation": implementation}
+    dense = decode(query, *pools, lengths, **given)
+    for budget in (1, 2, 4, 9):
+        chosen = top_k(scores, budget)
+        got = decode(query, *pools, lengths, selected=chosen, **given)
+        held = (np.asarray(chosen) >= 0).sum(-1)
+        np.testing.assert_array_equal(held, np.minimum([[0], [3], [4]], budget).repeat(2, 1))
+        if budget >= 4:
+            jax.tree.map(assert_near, got, dense)
+        else:
+            assert (got.lse[2] < dense.lse[2]).all()  # fewer keys, a smaller sum
 
 
 def small(**changes):
