@@ -206,7 +206,7 @@ def _in_place(pools, lengths, kv_heads, pattern, chunk, dtype) -> _Reader:
         first = jnp.minimum(index * step, count - step)
         slot = (first + jnp.arange(step))[:, None] * size + jnp.arange(size)
         seen = pattern.visible(slot, lengths[:, None, None] - 1) & (slot >= index * step * size)
-        seen = _computed_once(jnp.broadcast_to(seen[:, :, None], (batch, step, kv_heads, size)))
+        seen = jnp.broadcast_to(seen[:, :, None], (batch, step, kv_heads, size))
         key, value = (take(pool, first) for pool in pools)
         return _Chunk(key, value, seen)
 
