@@ -41,6 +41,19 @@ def test_promised_bytes_are_the_buffers(method, dtype, rows, capacity):
     assert promised == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+def test_a_dense_cache_is_cut_into_long_pages_where_they_fit():
+    """The longest page that rounds the capacity up by a 32nd at the most."""
+    found = {}
+    for capacity in (1, 40, 64, 300, 576, 2000, 2148, 8192):
+        state = jax.eval_shape(lambda c=capacity: Dense().init(CONFIG, 1, c, jnp.float32))
+        pages, size, _ = state.keys[0].shape
+        found[capacity] = (pages // CONFIG.num_kv_heads, size)
+    assert found == {
+        1: (1, 16), 40: (1, 48), 64: (1, 64), 300: (5, 64), 576: (9, 64), 2000: (8, 256),
+        2148: (17, 128), 8192: (32, 256),
+    }  # fmt: skip
+
+
 @every_method
 def test_bytes_stay_what_was_promised(method):
     """Real buffers, before and after use."""

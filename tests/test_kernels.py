@@ -108,6 +108,26 @@ def test_decode_equals_numpy(implementation, heads, kv_heads, dim, page, window,
     assert_near(result, out, lse, dtype)
 
 
+@pytest.mark.parametrize("lengths", [[3000, 7], [1800, 0], [20, 5]])
+def test_dense_decode_of_a_pool_full_or_hardly_used(lengths):
+    """XLA reads a mostly filled pool where it lies and a hardly filled one in chunks: one answer,
+    and NaN in every slot that is not written."""
+    slots, heads, kv_heads, dim, page = 3072, 8, 4, 128, 64
+    rng = np.random.default_rng(1)
+    key, value = (draw(rng, (2, slots, kv_heads, dim), "float32") for _ in range(2))
+    for row, length in enumerate(lengths):
+        key[row, length:] = value[row, length:] = np.nan
+    pages = [to_pages(each, page, np.nan, extra=0) for each in (key, value)]
+    query = draw(rng, (2, heads, dim), "float32")
+    result = decode(query, *pages, int32(lengths), kv_heads=kv_heads, implementation="xla")
+    parts = [
+        attend(query[row][None], key[row], value[row], [length - 1], None)
+        for row, length in enumerate(lengths)
+    ]
+    out, lse = (np.concatenate(each) for each in zip(*parts, strict=True))
+    assert_near(result, out, lse, "float32")
+
+
 # (tokens held before the chunk, valid tokens in it) of each row: cold, warm, empty, full, and
 # chunks that end on a page's edge, one before and one behind it.
 MIXED = [(0, 1), (0, 7), (0, 63), (0, 64), (0, 65), (935, 65), (7, 0), (0, 0), (63, 1), (1, 64)]

@@ -2,7 +2,8 @@
 
 The pages to read go by in chunks, with an online softmax over them ("Self-attention Does Not Need
 O(n^2) Memory", arXiv 2112.05682). A chunk is copied once, small enough to be still in cache when
-it is multiplied; the loop ends behind the longest row.
+it is multiplied; the loop ends behind the longest row. Dense attention over a small or mostly
+filled cache is better off without the copy: `whole_pool`.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.decode import whole_pool
 from pallas_kernels.page_lists import PageList, contiguous_table, list_pages
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
@@ -32,6 +34,10 @@ _RUN_TOKENS = 64
 # Tokens are gathered one by one at less than half the rate of whole pages: below this stride
 # reading everything is faster.
 _LEAST_GATHERED_STRIDE = 4
+
+# A chunk's copy makes a token about this much dearer: from this filling on, one product over the
+# whole pool is faster than chunks up to the longest row.
+_MOSTLY_FILLED = 0.6
 
 Pages = Float[Array, "N P D"] | QuantizedPages
 
@@ -90,10 +96,32 @@ def decode_attention(
     # avoids that and costs next to nothing where memory is the bound.
     twin = group == 1 and query.dtype.itemsize == 2
     rows = jnp.repeat(grouped, 2, axis=3) if twin else grouped
-    out, lse = _attend(rows, readers)
+    if (
+        pattern.is_dense
+        and table is None
+        and selected is None
+        and not isinstance(key_pages, QuantizedPages)
+        and not isinstance(value_pages, QuantizedPages)
+    ):
+        out, lse = _attend_dense(rows, readers, key_pages, value_pages, lengths)
+    else:
+        out, lse = _attend(rows, readers)
     out, lse = out[:, :, :group], lse[:, :, :group]
     return AttentionOutput(
         out.reshape(batch, heads, dim).astype(query.dtype), lse.reshape(batch, heads)
+    )
+
+
+def _attend_dense(rows, readers, key_pages, value_pages, lengths):
+    """Where the pages lie if most of them are read anyway, in chunks if few are filled."""
+    batch, _, kv_heads, _, _ = rows.shape
+    if readers[0].most == 1:
+        return whole_pool.attend(rows, key_pages, value_pages, lengths)
+    slots = key_pages.shape[0] // (batch * kv_heads) * key_pages.shape[1]
+    return lax.cond(
+        lengths.max() > slots * _MOSTLY_FILLED,
+        lambda: whole_pool.attend(rows, key_pages, value_pages, lengths),
+        lambda: _attend(rows, readers),
     )
 
 

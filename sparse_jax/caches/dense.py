@@ -11,6 +11,9 @@ from pallas_kernels import append_tokens, decode_attention, new_pages, prefill_a
 from sparse_jax.caches.base import Projections, Span
 from sparse_jax.config import ModelConfig
 
+# The least page that `Dense` goes down to by itself: what one step of the GPU kernels takes.
+_SHORT_PAGE = 64
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +34,12 @@ class Dense:
     """Keeps and attends to all tokens (within a layer's sliding window, if the model has one).
 
     Attributes:
-        page: tokens a page; capacity is rounded up to whole pages.
+        page: tokens a page at the most. Long pages are faster to read, short ones waste less where
+            the capacity is no multiple of them: the page is halved, down to 64 tokens, until the
+            rounding costs no more than a 32nd of the capacity.
     """
 
-    page: int = 64
+    page: int = 256
 
     def __post_init__(self):
         if not isinstance(self.page, int) or self.page < 1:
@@ -42,7 +47,10 @@ class Dense:
 
     def _layout(self, capacity: int) -> tuple[int, int]:
         """(pages a sequence, tokens a page); a short cache has one page of its own size."""
-        size = min(self.page, -(-capacity // 16) * 16)
+        size = self.page
+        while size % 2 == 0 and size // 2 >= _SHORT_PAGE and -capacity % size > capacity // 32:
+            size //= 2
+        size = min(size, -(-capacity // 16) * 16)
         return -(-capacity // size), size
 
     def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> DenseState:
