@@ -83,6 +83,44 @@ def _append_many(pages, new, start, length, row, count):
     return lax.dynamic_update_slice(pages, jnp.where(fresh, run, old), at)
 
 
+def write_slots(
+    pages: Float[Array, "N P D"],
+    new: Float[Array, "B T K D"],
+    slots: Int32[Array, "B K T"],
+) -> Float[Array, "N P D"]:
+    """Writes each token to a slot of its own for every KV head, in place; -1 writes nothing.
+
+    For tokens that stand in no order: `append_tokens` is faster for those that do. No two tokens
+    may aim at one slot.
+    """
+    batch, _, kv_heads, dim = new.shape
+    size, count = pages.shape[1], pages_per_sequence(pages, batch, kv_heads)
+    row = slot_rows(slots, size, count)
+    flat = pages.reshape(-1, dim)
+    # Aimed past the end, where it is dropped: a negative index would wrap.
+    row = jnp.where((slots >= 0) & (slots < count * size), row, flat.shape[0])
+    tokens = new.swapaxes(1, 2).reshape(-1, dim)
+    return flat.at[row.reshape(-1)].set(tokens, mode="drop").reshape(pages.shape)
+
+
+def read_slots(
+    pages: Float[Array, "N P D"], slots: Int32[Array, "B K T"]
+) -> Float[Array, "B T K D"]:
+    """The tokens of some slots of every KV head (a copy). -1 reads slot 0."""
+    batch, kv_heads, _ = slots.shape
+    size, count = pages.shape[1], pages_per_sequence(pages, batch, kv_heads)
+    row = slot_rows(jnp.clip(slots, 0, count * size - 1), size, count)
+    return pages.reshape(-1, pages.shape[2]).at[row].get(mode="promise_in_bounds").swapaxes(1, 2)
+
+
+def slot_rows(slots: Int32[Array, "B K T"], size: int, count: int) -> Int32[Array, "B K T"]:
+    """Which row of a pool seen as `[N * P, D]` each slot of each KV head is."""
+    batch, kv_heads, _ = slots.shape
+    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+    return ((sequence * count + slots // size) * kv_heads + head) * size + slots % size
+
+
 def gather_tokens(
     pages: Float[Array, "N P D"], batch: int, kv_heads: int
 ) -> Float[Array, "B S K D"]:

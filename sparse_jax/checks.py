@@ -85,7 +85,7 @@ def check_room(cache: Cache, counts, *, extra: int = 0) -> None:
     """Demands that every row can take its `counts` tokens and `extra` more.
 
     Raises:
-        ValueError: a row would pass the cache's capacity.
+        ValueError: a row would pass the cache's capacity, or the room that the method left.
     """
     if not known(cache.state.lengths, counts):
         return
@@ -97,6 +97,17 @@ def check_room(cache: Cache, counts, *, extra: int = 0) -> None:
             f"row {row}: {held[row]} tokens held + {int(np.asarray(counts)[row])} given + {extra} "
             f"to generate = {needed[row]}, beyond the cache's capacity of {cache.capacity}; make "
             "the cache larger"
+        )
+    if not hasattr(cache.method, "room"):
+        return
+    needed = needed - np.asarray(cache.state.lengths)  # with what is pending
+    room = np.asarray(cache.method.room(cache.state))  # type: ignore[attr-defined]
+    row = int((needed - room).argmax())
+    if needed[row] > room[row]:
+        raise ValueError(
+            f"row {row}: {needed[row]} tokens to come, and {type(cache.method).__name__} made room "
+            f"for {room[row]} when it compressed the prompt; give a larger capacity (or room, to "
+            "finish_prefill)"
         )
 
 

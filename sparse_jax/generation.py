@@ -356,7 +356,9 @@ def _start(params, cache, tokens, lengths, values, plan: _Plan) -> _Progress:
     logits, cache = run_prompt(
         params, cache, tokens, lengths, config=config, logits="last", chunk=plan.chunk
     )
-    state = cache.method.finish_prefill(config, cache.state)
+    # All that may follow this prompt's bucket: what a compressed cache must still have place for.
+    room = max(cache.capacity - tokens.shape[1], plan.size)
+    state = cache.method.finish_prefill(config, cache.state, room)
     progress = _Progress(
         cache=dataclasses.replace(cache, state=state),
         newest=jnp.zeros(batch, jnp.int32),

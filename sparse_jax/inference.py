@@ -24,6 +24,9 @@ Logits = Literal["last", "all"]
 # Prompts beyond this are fed in pieces, which bounds activations at B * CHUNK rows.
 CHUNK = 512
 
+# Tokens of room behind a compressed prompt come in steps, so that few sizes are compiled.
+_ROOM_STEP = 64
+
 
 def forward(
     params: Params,
@@ -128,16 +131,36 @@ def _prefill(params, cache, tokens, counts, *, config, logits, chunk):
     return run_prompt(params, cache, tokens, counts, config=config, logits=logits, chunk=chunk)
 
 
-def finish_prefill(cache: Cache, *, config: ModelConfig) -> Cache:
-    """Tells the method that the prompt is complete; it may evict or compress. Donates the cache."""
+def finish_prefill(cache: Cache, *, config: ModelConfig, room: int | None = None) -> Cache:
+    """Tells the method that the prompt is complete; it may evict or compress. Donates the cache.
+
+    Args:
+        cache: with the whole prompt in it.
+        config: static.
+        room: tokens that are still to follow, at the most: a method that keeps a part of the
+            prompt makes place for so many behind it. None: up to the capacity from the longest
+            row on, rounded up to 64 (under a caller's own `jit`, where lengths aren't known, the
+            whole capacity).
+
+    Raises:
+        ValueError: the cache was donated before, or is another model's; room is no int >= 0.
+    """
     check_usable(cache)
     check_model(cache, config)
-    return _finish_prefill(cache, config=config)
+    if room is None:
+        room = cache.capacity
+        if checks.known(cache.state.lengths):
+            left = cache.capacity - int(cache.state.lengths.max())
+            room = min(room, -(-left // _ROOM_STEP) * _ROOM_STEP)
+    elif not isinstance(room, int) or room < 0:
+        raise ValueError(f"room = {room!r}; give a number of tokens >= 0, or None")
+    return _finish_prefill(cache, config=config, room=room)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
-def _finish_prefill(cache, *, config):
-    return dataclasses.replace(cache, state=cache.method.finish_prefill(config, cache.state))
+@functools.partial(jax.jit, static_argnames=("config", "room"), donate_argnames=("cache",))
+def _finish_prefill(cache, *, config, room):
+    state = cache.method.finish_prefill(config, cache.state, room)
+    return dataclasses.replace(cache, state=state)
 
 
 def decode_step(

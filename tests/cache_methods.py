@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from tiny_models import TOLERANCE
 
-from sparse_jax.caches import Cache, Dense, empty_cache
+from sparse_jax.caches import Cache, Dense, Strided, Window, empty_cache
 from sparse_jax.config import ModelConfig
 from sparse_jax.sampling import SamplingParams
 
-METHODS = [Dense(), Dense(page=16)]
+METHODS = [
+    Dense(),
+    Dense(page=16),
+    Window(window=204),
+    Strided(window=16, stride=1, sinks=2),
+]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 
 

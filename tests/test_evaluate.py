@@ -58,7 +58,7 @@ def params():
 class Forgetful(Dense):
     """Dense, but at the end of the prompt everything is wiped: what it kept is zeros."""
 
-    def finish_prefill(self, config, state):
+    def finish_prefill(self, config, state, room):
         wiped = jax.tree.map(jnp.zeros_like, (state.keys, state.values))
         return dataclasses.replace(state, keys=wiped[0], values=wiped[1])
 

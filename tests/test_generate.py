@@ -115,7 +115,7 @@ class Counted:
     def advance(self, config, state, counts):
         return dataclasses.replace(state, inner=self.inner.advance(config, state.inner, counts))
 
-    def finish_prefill(self, config, state):
+    def finish_prefill(self, config, state, room):
         return state
 
     def nbytes(self, config, batch, capacity, dtype):

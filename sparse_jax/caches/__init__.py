@@ -10,6 +10,8 @@ from sparse_jax.caches.base import (
     truncate,
 )
 from sparse_jax.caches.dense import Dense
+from sparse_jax.caches.strided import Strided
+from sparse_jax.caches.window import Window
 
 __all__ = [
     "Cache",
@@ -17,6 +19,8 @@ __all__ = [
     "Dense",
     "Projections",
     "Span",
+    "Strided",
+    "Window",
     "empty_cache",
     "fork",
     "truncate",

@@ -73,11 +73,16 @@ class CacheMethod(Protocol):
         """Ends a chunk, after all layers saw it: lengths grow by counts."""
         ...
 
-    def finish_prefill(self, config: ModelConfig, state: Any) -> Any:
-        """Ends a prompt: where a method evicts or compresses once."""
+    def finish_prefill(self, config: ModelConfig, state: Any, room: int) -> Any:
+        """Ends a prompt: where a method evicts or compresses once.
+
+        room: static; tokens that may still follow in any row. A state that grows with them is cut
+        to that.
+        """
         ...
 
-    # Optional: truncate(self, state, lengths) -> state, for methods that can take tokens back.
+    # Optional, for methods that can take tokens back: truncate(self, state, lengths) -> state.
+    # Optional, where fewer tokens may fit than the capacity says: room(self, state) -> int32 [B].
 
     def nbytes(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
         """Bytes of the state's buffers, promised before any is made."""
@@ -153,6 +158,14 @@ def empty_cache(
         pending=False,
         config=config,
     )
+
+
+def promised_bytes(
+    method: CacheMethod, config: ModelConfig, batch: int, capacity: int, dtype: Any
+) -> int:
+    """Bytes of what `init` makes, from its shapes alone: for methods to promise."""
+    state = jax.eval_shape(lambda: method.init(config, batch, capacity, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def context_limit(config: ModelConfig) -> int:

@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import append_tokens, decode_attention, new_pages, prefill_attention
+from pallas_kernels import append_tokens, decode_attention, prefill_attention
 from sparse_jax.caches.base import Projections, Span
+from sparse_jax.caches.layers import (
+    LONG_PAGE,
+    check_dtypes,
+    check_int,
+    new_pools,
+    page_layout,
+    with_layer,
+)
 from sparse_jax.config import ModelConfig
-
-# The least page that `Dense` goes down to by itself: what one step of the GPU kernels takes.
-_SHORT_PAGE = 64
 
 
 @jax.tree_util.register_dataclass
@@ -34,34 +39,18 @@ class Dense:
     """Keeps and attends to all tokens (within a layer's sliding window, if the model has one).
 
     Attributes:
-        page: tokens a page at the most. Long pages are faster to read, short ones waste less where
-            the capacity is no multiple of them: the page is halved, down to 64 tokens, until the
-            rounding costs no more than a 32nd of the capacity.
+        page: tokens a page at the most; shorter ones where they waste less (`page_layout`).
     """
 
-    page: int = 256
+    page: int = LONG_PAGE
 
     def __post_init__(self):
-        if not isinstance(self.page, int) or self.page < 1:
-            raise ValueError(f"page = {self.page!r}; give a number of tokens >= 1")
-
-    def _layout(self, capacity: int) -> tuple[int, int]:
-        """(pages a sequence, tokens a page); a short cache has one page of its own size."""
-        size = self.page
-        while size % 2 == 0 and size // 2 >= _SHORT_PAGE and -capacity % size > capacity // 32:
-            size //= 2
-        size = min(size, -(-capacity // 16) * 16)
-        return -(-capacity // size), size
+        check_int("Dense", 1, page=self.page)
 
     def init(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> DenseState:
-        count, size = self._layout(capacity)
-
-        def pages():
-            return new_pages(batch, config.num_kv_heads, count, size, config.head_dim, dtype)
-
         return DenseState(
-            keys=tuple(pages() for _ in range(config.num_layers)),
-            values=tuple(pages() for _ in range(config.num_layers)),
+            keys=new_pools(config, batch, capacity, dtype, self.page),
+            values=new_pools(config, batch, capacity, dtype, self.page),
             lengths=jnp.zeros(batch, jnp.int32),
         )
 
@@ -73,7 +62,7 @@ class Dense:
         projected: Projections,
         span: Span,
     ) -> tuple[Float[Array, "B T H D"], DenseState]:
-        state = _append(state, layer, projected, span)
+        state = append_to_layer(state, layer, projected, span)
         out, _ = prefill_attention(
             projected.query,
             state.keys[layer],
@@ -93,7 +82,7 @@ class Dense:
         projected: Projections,
         span: Span,
     ) -> tuple[Float[Array, "B 1 H D"], DenseState]:
-        state = _append(state, layer, projected, span)
+        state = append_to_layer(state, layer, projected, span)
         out, _ = decode_attention(
             projected.query[:, 0],
             state.keys[layer],
@@ -109,29 +98,27 @@ class Dense:
     ) -> DenseState:
         return dataclasses.replace(state, lengths=state.lengths + counts)
 
-    def finish_prefill(self, config: ModelConfig, state: DenseState) -> DenseState:
+    def finish_prefill(self, config: ModelConfig, state: DenseState, room: int) -> DenseState:
         return state
 
     def truncate(self, state: DenseState, lengths: Int32[Array, " B"]) -> DenseState:
         return dataclasses.replace(state, lengths=lengths)
 
     def nbytes(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-        count, size = self._layout(capacity)
-        slots = batch * count * size
+        count, size = page_layout(capacity, self.page)
         per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return slots * per_slot * jnp.dtype(dtype).itemsize + 4 * batch
+        return batch * count * size * per_slot * jnp.dtype(dtype).itemsize + 4 * batch
 
 
-def _append(state: DenseState, layer: int, projected: Projections, span: Span) -> DenseState:
+def append_to_layer(
+    state: DenseState, layer: int, projected: Projections, span: Span
+) -> DenseState:
     """The state with the chunk's keys and values written into one layer."""
-    for name in ("key", "value"):
-        dtype = getattr(projected, name).dtype
-        if dtype != state.keys[layer].dtype:
-            raise TypeError(
-                f"the model's {name}s are {dtype}, the cache is {state.keys[layer].dtype}; make "
-                "the cache in the parameters' dtype"
-            )
-    keys, values = list(state.keys), list(state.values)
-    keys[layer] = append_tokens(keys[layer], projected.key, *span)
-    values[layer] = append_tokens(values[layer], projected.value, *span)
-    return dataclasses.replace(state, keys=tuple(keys), values=tuple(values))
+    check_dtypes(projected, state.keys[layer].dtype)
+    return dataclasses.replace(
+        state,
+        keys=with_layer(state.keys, layer, append_tokens(state.keys[layer], projected.key, *span)),
+        values=with_layer(
+            state.values, layer, append_tokens(state.values[layer], projected.value, *span)
+        ),
+    )

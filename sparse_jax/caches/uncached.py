@@ -68,7 +68,7 @@ class Uncached:
     ) -> UncachedState:
         return UncachedState(lengths=state.lengths + counts)
 
-    def finish_prefill(self, config: ModelConfig, state: UncachedState) -> UncachedState:
+    def finish_prefill(self, config: ModelConfig, state: UncachedState, room: int) -> UncachedState:
         return state
 
     def nbytes(self, config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:

@@ -77,8 +77,8 @@ def score(
         chunk: tokens of one prefill call; None leaves it to `prefill`.
     """
     rows = context.tokens.shape[0]
-    width = context.tokens.shape[1] + answer.tokens.shape[1]
-    width += 0 if question is None else question.tokens.shape[1]
+    asked = 0 if question is None else question.tokens.shape[1]
+    width = context.tokens.shape[1] + asked + answer.tokens.shape[1]
     cache = empty_cache(method, config, rows, width, params_dtype(params))
 
     def feed(cache: Cache, part: Rows):
@@ -95,14 +95,14 @@ def score(
         ]
         context = Rows.of(prompt, context.tokens.shape[1] + question.tokens.shape[1])
     logits, cache = feed(cache, context)
-    cache = finish_prefill(cache, config=config)
+    cache = finish_prefill(cache, config=config, room=width - context.tokens.shape[1])
     if question is not None and not question_seen:
         logits, cache = feed(cache, question)
     held = cache.nbytes
     nll, predicted, _ = _force(params, cache, logits, jnp.asarray(answer.tokens), config=config)
-    asked = np.arange(answer.tokens.shape[1]) < answer.counts[:, None]
+    judged = np.arange(answer.tokens.shape[1]) < answer.counts[:, None]
     return Scores(
-        nll=np.where(asked, np.asarray(nll, np.float64), 0.0),
+        nll=np.where(judged, np.asarray(nll, np.float64), 0.0),
         predicted=np.asarray(predicted),
         counts=answer.counts,
         cache_bytes=held,

@@ -1,0 +1,1 @@
+"""Attention over tokens that stand in no order: what is left after eviction."""
