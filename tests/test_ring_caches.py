@@ -1,6 +1,7 @@
 """Window and Strided beyond their budget: exactly dense attention under the mask of the kept."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def run(method, limit, chunk, steps, ends=(LENGTH, 50)):
             padded.append(part)
         query, key, value = padded
         projected = Projections(query, key, key, value)
-        span = Span(state.lengths, counts)
+        span = Span(state.lengths, jnp.asarray(counts))
         out, state = feed(state, projected, span, name="decode" if decode else "prefill")
         outs.append(np.asarray(out)[:, : stop - at])
         at = stop
@@ -135,8 +136,8 @@ def test_sinks_are_seen_in_prefill():
     """Sinks 4, window 8, uniform scores: query 31 weighs 1/12 on 0 ... 3 and 24 ... 31."""
     method = Window(window=8, sinks=4)
     config = ModelConfig.tiny(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)
-    values = np.eye(32, dtype=np.float32)[None, :, None]
-    zeros = np.zeros_like(values)
+    values: Any = np.eye(32, dtype=np.float32)[None, :, None]
+    zeros: Any = np.zeros_like(values)
     weights = np.zeros(32)
     weights[[*range(4), *range(24, 32)]] = 1 / 12
     prefill = jax.jit(functools.partial(method.prefill, config, layer=0))
@@ -148,7 +149,7 @@ def test_sinks_are_seen_in_prefill():
             span = Span(state.lengths, jnp.full(1, size, jnp.int32))
             out, state = prefill(
                 state=state,
-                projected=Projections(zeros[:, part], zeros[:, part], None, values[:, part]),
+                projected=Projections(*(x[:, part] for x in (zeros, zeros, zeros, values))),
                 span=span,
             )
             state = method.advance(config, state, span.counts)
@@ -162,7 +163,8 @@ def test_sinks_are_seen_in_prefill():
     [
         (lambda: Window(window=0), "Window: window = 0"),
         (lambda: Window(sinks=-1), "Window: sinks = -1"),
-        (lambda: Window(window=1.5), "Window: window = 1.5"),
+        (lambda: Window(window=1.5),  # type: ignore[arg-type]
+         "Window: window = 1.5"),
         (lambda: Strided(stride=0), "Strided: stride = 0"),
         (lambda: new_cache(Window(window=10**6), 1), "window = 1000000 tokens, but the model's"),
     ],

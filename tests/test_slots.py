@@ -1,5 +1,7 @@
 """Attention over slots out of order, and writing to them, against float64 numpy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ def softmax_rows(query, key, value, positions, first, last):
     return out, lse, weights
 
 
-def draw(shape, dtype="float32", page=16):
+def draw(shape, dtype="float32", page=16) -> Any:
     """Tokens in a shuffled order, a third of the slots empty and NaN; ranges of all kinds."""
     heads, kv_heads, dim, page, slots, tokens = shape
     rng = np.random.default_rng(slots)
@@ -97,7 +99,8 @@ def test_heads_may_share_positions():
     shared = np.sort(positions, axis=1)[:, -1:]
     filled = [np.nan_to_num(each) for each in (*pages, key, value)]
     out, lse, _ = softmax_rows(query, filled[2], filled[3], shared, first, last)
-    result = slot_attention(query, *filled[:2], shared, first, last, kv_heads=2)
+    keys, values, *_ = filled
+    result = slot_attention(query, keys, values, shared, first, last, kv_heads=2)
     np.testing.assert_allclose(result.out, out, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(result.lse, lse, rtol=1e-5, atol=1e-5)
 
@@ -106,23 +109,21 @@ def test_heads_may_share_positions():
 def test_quantised_slots_are_their_numbers(bits):
     query, _, _, pages, positions, first, last = draw(SHAPES[1])
     pages = [np.nan_to_num(each) for each in pages]
-    codes = [
+    keys, values = (
         quantize(jnp.asarray(each), bits=bits, by=by, group=16)
         for each, by in zip(pages, ("channel", "token"), strict=True)
-    ]
-    options = {"kv_heads": 2}
-    result = slot_attention(query, *codes, positions, first, last, **options)
-    expected = slot_attention(
-        query, *(dequantize(each) for each in codes), positions, first, last, **options
     )
+    seen = (positions, first, last)
+    result = slot_attention(query, keys, values, *seen, kv_heads=2)
+    expected = slot_attention(query, dequantize(keys), dequantize(values), *seen, kv_heads=2)
     np.testing.assert_allclose(result.out, expected.out, rtol=1e-5, atol=1e-5)
 
 
 def test_written_slots_are_read_back_and_others_keep_their_bits():
     rng = np.random.default_rng(0)
     pages = rng.normal(size=(2 * 3 * 2, 4, 8)).astype(np.float32)  # B 2, C 3, K 2, P 4
-    new = rng.normal(size=(2, 3, 2, 8)).astype(np.float32)
-    slots = np.array([[[0, 11, -1], [5, 3, 4]], [[-1, 12, 7], [1, -1, -1]]], np.int32)
+    new: Any = rng.normal(size=(2, 3, 2, 8)).astype(np.float32)
+    slots: Any = np.array([[[0, 11, -1], [5, 3, 4]], [[-1, 12, 7], [1, -1, -1]]], np.int32)
     after = np.asarray(write_slots(jnp.asarray(pages), new, slots))
     expected = pages.copy()
     for b, k, t in np.ndindex(2, 2, 3):

@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import (
     AttentionOutput,
+    append_tokens,
     decode_attention,
     gather_tokens,
     merge_attention,
     prefill_attention,
     read_slots,
     slot_attention,
-    write_slots,
 )
 from sparse_jax.caches.base import (
     Projections,
@@ -111,18 +111,17 @@ class RingMethod:
         check_dtypes(projected, state.keys[layer].dtype)
         kv_heads = config.num_kv_heads
         lengths = span.starts + span.counts
-        slot = jnp.where(span.counts > 0, self._slot(span.starts), -1)
+        slot = self._slot(span.starts)
         leaving = span.starts - self.window  # of the window, when this token comes
-
-        def each_head(slots):
-            return jnp.broadcast_to(slots[:, None, None], (slots.shape[0], kv_heads, 1))
 
         def add(pool, new):
             if self.stride is not None:
                 kept = (span.counts > 0) & (leaving >= self.sinks) & (leaving % self.stride == 0)
-                old = read_slots(pool, each_head(slot))  # the token that the new one replaces
-                pool = write_slots(pool, old, each_head(jnp.where(kept, self._far(leaving), -1)))
-            return write_slots(pool, new, each_head(slot))
+                each_head = jnp.broadcast_to(slot[:, None, None], (slot.shape[0], kv_heads, 1))
+                old = read_slots(pool, each_head)  # the token that the new one replaces
+                far = jnp.where(kept, self._far(leaving), 0)
+                pool = append_tokens(pool, old, far, kept.astype(jnp.int32))
+            return append_tokens(pool, new, slot, span.counts)
 
         keys = add(state.keys[layer], projected.key)
         values = add(state.values[layer], projected.value)
