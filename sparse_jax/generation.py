@@ -27,7 +27,7 @@ from sparse_jax.caches.base import (
     empty_cache,
 )
 from sparse_jax.config import ModelConfig
-from sparse_jax.inference import check_chunk, run_prompt, run_token
+from sparse_jax.inference import check_chunk, run_prompt, run_token, shrinking_allowed
 from sparse_jax.model import Params, params_dtype
 from sparse_jax.prompts import Padding, bucket_length, pack
 from sparse_jax.sampling import SamplerSwitches, SamplerValues, SamplingParams, is_eos, sample
@@ -97,9 +97,10 @@ def generate(
             or prompt and new tokens together pass the context or the cache's capacity.
     """
     job = _prepare(params, tokens, lengths, config, cache, sampling, capacity, padding, chunk)
-    progress = _run(
-        params, job.cache, job.tokens, job.lengths, job.values, job.limit, plan=job.plan
-    )
+    with shrinking_allowed():
+        progress = _run(
+            params, job.cache, job.tokens, job.lengths, job.values, job.limit, plan=job.plan
+        )
     return _output(progress, sampling.max_new_tokens)
 
 
@@ -187,7 +188,8 @@ def generate_timed(
     job = _prepare(params, tokens, lengths, config, cache, sampling, capacity, padding, chunk)
     clock = [time.perf_counter()]
     prompt = (params, job.cache, job.tokens, job.lengths, job.values)
-    begin = _begin.lower(*prompt, plan=job.plan).compile()
+    with shrinking_allowed():
+        begin = _begin.lower(*prompt, plan=job.plan).compile()
     clock.append(time.perf_counter())
     progress = jax.block_until_ready(begin(*prompt))
     clock.append(time.perf_counter())
@@ -211,7 +213,8 @@ def generate_timed(
 def _stream(params, job: "_Job", burst: int) -> Iterator[GenerateOutput]:
     if job.cache is not None:
         check_usable(job.cache)  # again: time has passed since the call
-    progress = _begin(params, job.cache, job.tokens, job.lengths, job.values, plan=job.plan)
+    with shrinking_allowed():
+        progress = _begin(params, job.cache, job.tokens, job.lengths, job.values, plan=job.plan)
     handed = np.zeros(job.tokens.shape[0], np.int32)
     step, limit = 1, int(job.limit)
     while True:

@@ -4,8 +4,11 @@ Each public function checks its arguments on the host and calls one compiled pro
 parts (`run_prompt`, `run_token`) are what `generate` and the evaluations compile into larger ones.
 """
 
+import contextlib
 import dataclasses
 import functools
+import warnings
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -154,7 +157,17 @@ def finish_prefill(cache: Cache, *, config: ModelConfig, room: int | None = None
             room = min(room, -(-left // _ROOM_STEP) * _ROOM_STEP)
     elif not isinstance(room, int) or room < 0:
         raise ValueError(f"room = {room!r}; give a number of tokens >= 0, or None")
-    return _finish_prefill(cache, config=config, room=room)
+    with shrinking_allowed():
+        return _finish_prefill(cache, config=config, room=room)
+
+
+@contextlib.contextmanager
+def shrinking_allowed() -> Iterator[None]:
+    """Around the compile of a program in which a method may compress a donated cache: JAX warns of
+    donated buffers that no output takes over, and here they are meant to go."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
 
 
 @functools.partial(jax.jit, static_argnames=("config", "room"), donate_argnames=("cache",))

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from tiny_models import TOLERANCE
 
-from sparse_jax.caches import Cache, Dense, Strided, Window, empty_cache
+from sparse_jax.caches import (
+    H2O,
+    Cache,
+    Dense,
+    PyramidKV,
+    SnapKV,
+    Strided,
+    Window,
+    empty_cache,
+)
 from sparse_jax.config import ModelConfig
 from sparse_jax.sampling import SamplingParams
 
@@ -18,6 +27,9 @@ METHODS = [
     Dense(page=16),
     Window(window=204),
     Strided(window=16, stride=1, sinks=2),
+    SnapKV(budget=208),
+    PyramidKV(budget=208, window=16),
+    H2O(budget=208, window=64),
 ]
 every_method = pytest.mark.parametrize("method", METHODS, ids=repr)
 

@@ -10,6 +10,9 @@ from sparse_jax.caches.base import (
     truncate,
 )
 from sparse_jax.caches.dense import Dense
+from sparse_jax.caches.h2o import H2O
+from sparse_jax.caches.pyramidkv import PyramidKV
+from sparse_jax.caches.snapkv import SnapKV
 from sparse_jax.caches.strided import Strided
 from sparse_jax.caches.window import Window
 
@@ -17,7 +20,10 @@ __all__ = [
     "Cache",
     "CacheMethod",
     "Dense",
+    "H2O",
     "Projections",
+    "PyramidKV",
+    "SnapKV",
     "Span",
     "Strided",
     "Window",

@@ -110,10 +110,8 @@ class Dense:
         return batch * count * size * per_slot * jnp.dtype(dtype).itemsize + 4 * batch
 
 
-def append_to_layer(
-    state: DenseState, layer: int, projected: Projections, span: Span
-) -> DenseState:
-    """The state with the chunk's keys and values written into one layer."""
+def append_to_layer(state: Any, layer: int, projected: Projections, span: Span) -> Any:
+    """The state, of `Dense` or alike, with a chunk's keys and values in one layer's pages."""
     check_dtypes(projected, state.keys[layer].dtype)
     return dataclasses.replace(
         state,
