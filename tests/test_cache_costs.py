@@ -117,8 +117,6 @@ def test_the_loop_of_generate_holds_no_second_cache(method, rows, heads, kv_head
     not keep that."""
     config = wide(heads, kv_heads)
     cache = empty_cache(method, config, rows, 16384, jnp.dtype(dtype))
-    # What the loop carries: a method may give up buffers at the end of the first prompt.
-    cache = finish_prefill(cache, config=config, room=16384)
     params = random_params(config, dtype)
     # No public function gives out the program without running it.
     job = generation._prepare(
