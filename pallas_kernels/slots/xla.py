@@ -36,9 +36,12 @@ def slot_attention(
         # Empty slots may hold NaN, which a weight of 0 would not silence.
         value = jnp.where(seen.any(1)[..., None], value, 0)
         added = jnp.einsum(
-            "nrs,nsd->nrd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+            "nrs,nsd->nrd",
+            _twin(weights.astype(value.dtype)),
+            value,
+            preferred_element_type=jnp.float32,
         )
-        added = added.reshape(cut.batch, cut.step, *rows[1:], -1).sum(1)
+        added = added[:, : weights.shape[1]].reshape(cut.batch, cut.step, *rows[1:], -1).sum(1)
         shrink = jnp.exp(peak - base)
         total = total * shrink + weights.sum(2).reshape(cut.batch, cut.step, *rows[1:]).sum(1)
         return best, total, out * shrink[..., None] + added
@@ -79,6 +82,11 @@ def attention_mass(
 
     slots = positions.shape[2]
     return cut.loop(turn, jnp.zeros((batch, kv_heads, slots), jnp.float32))
+
+
+def _twin(rows: Float[Array, "n r d"]) -> Float[Array, "n r d"]:
+    """A single 16-bit row twice: XLA's CPU back end would widen all that it is multiplied with."""
+    return jnp.repeat(rows, 2, axis=1) if rows.shape[1] == 1 and rows.dtype.itemsize == 2 else rows
 
 
 class _Cut(NamedTuple):
@@ -160,9 +168,9 @@ class _Cut(NamedTuple):
         scores = jnp.einsum(
             "nsd,nrd->nsr",
             self.pages(pool, index),
-            spread.reshape(-1, rows, dim),
+            _twin(spread.reshape(-1, rows, dim)),
             preferred_element_type=jnp.float32,
-        )
+        )[:, :, :rows]
         return jnp.where(seen, scores.swapaxes(1, 2) * dim**-0.5, -jnp.inf), seen
 
     def each(self, by_row: Array) -> Array:
