@@ -188,8 +188,10 @@ class H2O:
                 query, held.keys, held.values, held.positions, first, last, kv_heads=kv_heads
             )
         elif tokens == 1:
+            # A row without a token sees nothing, so that it adds no mass.
+            lengths = jnp.where(span.counts > 0, filled + 1, 0)
             out, lse = decode_attention(
-                query[:, 0], held.keys, held.values, filled + span.counts, kv_heads=kv_heads
+                query[:, 0], held.keys, held.values, lengths, kv_heads=kv_heads
             )
             out, lse = out[:, None], lse[:, None]
         else:

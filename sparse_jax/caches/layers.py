@@ -61,10 +61,13 @@ def check_dtypes(projected: Projections, dtype: Any) -> None:
             )
 
 
-def to_pages(tokens: Float[Array, "B S K D"]) -> Float[Array, "N P D"]:
-    """Tokens in order as contiguous pages, with zeros behind them."""
+def to_pages(tokens: Float[Array, "B S K D"], size: int | None = None) -> Float[Array, "N P D"]:
+    """Tokens in order as contiguous pages of `size` tokens (None: of `page_layout`), with zeros
+    behind them."""
     batch, slots, kv_heads, dim = tokens.shape
-    count, size = page_layout(slots)
+    if size is None:
+        _, size = page_layout(slots)
+    count = -(-slots // size)
     tokens = jnp.pad(tokens, ((0, 0), (0, count * size - slots), (0, 0), (0, 0)))
     apart = tokens.reshape(batch, count, size, kv_heads, dim).swapaxes(2, 3)
     return apart.reshape(-1, size, dim)

@@ -22,6 +22,7 @@ from pallas_kernels import (
     prefill_attention,
     read_slots,
     slot_attention,
+    write_slots,
 )
 from sparse_jax.caches.base import (
     Projections,
@@ -93,9 +94,7 @@ class RingMethod:
             out = self._attend_limited(projected.query, both, span, limit)
         source = self._sources(span, held[0].shape[1])
         after = [
-            to_pages(jnp.take_along_axis(each, source[:, :, None, None], axis=1)).reshape(
-                pool.shape
-            )
+            to_pages(jnp.take_along_axis(each, source[:, :, None, None], axis=1), pool.shape[1])
             for each, pool in zip(both, pools, strict=True)
         ]
         return out.out, _replaced(state, layer, *after)
@@ -119,8 +118,8 @@ class RingMethod:
                 kept = (span.counts > 0) & (leaving >= self.sinks) & (leaving % self.stride == 0)
                 each_head = jnp.broadcast_to(slot[:, None, None], (slot.shape[0], kv_heads, 1))
                 old = read_slots(pool, each_head)  # the token that the new one replaces
-                far = jnp.where(kept, self._far(leaving), 0)
-                pool = append_tokens(pool, old, far, kept.astype(jnp.int32))
+                far = jnp.where(kept, self._far(leaving), -1)
+                pool = write_slots(pool, old, jnp.broadcast_to(far[:, None, None], each_head.shape))
             return append_tokens(pool, new, slot, span.counts)
 
         keys = add(state.keys[layer], projected.key)
