@@ -113,8 +113,8 @@ def test_a_decode_step_holds_no_second_cache(method, rows, heads, kv_heads, dtyp
 
 @with_values("rows,heads,kv_heads,dtype", [(4, 6, 3, "float32")], [(1, 1, 1, "bfloat16")])
 def test_the_loop_of_generate_holds_no_second_cache(method, rows, heads, kv_heads, dtype):
-    """Nothing beyond what its prompt takes, and the end of it: a method may write a layer anew for
-    a chunk, and does not keep that."""
+    """Nothing beyond what its prompt takes: a method may write a layer anew for a chunk, and does
+    not keep that."""
     config = wide(heads, kv_heads)
     cache = empty_cache(method, config, rows, 16384, jnp.dtype(dtype))
     params = random_params(config, dtype)
@@ -130,20 +130,19 @@ def test_the_loop_of_generate_holds_no_second_cache(method, rows, heads, kv_head
     after: Any = jax.eval_shape(
         functools.partial(method.finish_prefill, config, room=16), cache.state
     )
-    of_the_end = 0
-    if jax.tree.structure(after) == jax.tree.structure(cache.state):
-        assert aliased >= cache.nbytes
-    else:  # the state is cut to a new size, which takes its own
-        end = jax.jit(functools.partial(method.finish_prefill, config, room=16), donate_argnums=0)
-        with generation.shrinking_allowed():
-            _, of_the_end = in_place(end.lower(cache.state).compile())
+    if jax.tree.structure(after) != jax.tree.structure(cache.state):
+        # A state that is cut to a new size takes over no buffer of the one that was given, so the
+        # prompt goes into a copy of that: one, and nothing more.
+        assert temporary < cache.nbytes
+        return
+    assert aliased >= cache.nbytes
     prompt = jax.jit(
         functools.partial(run_prompt, config=config, logits="last", chunk=CHUNK),
         donate_argnames="cache",
     )
     prompt = prompt.lower(params, cache, job.tokens, job.lengths).compile()
     _, of_the_prompt = in_place(prompt)
-    assert temporary < max(of_the_prompt, of_the_end) + cache.nbytes / 4
+    assert temporary < of_the_prompt + cache.nbytes / 4
     if isinstance(method, Dense):
         assert temporary < cache.nbytes / 4
 
