@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_jax.caches import (
+        H2O,
         Cache,
         CacheMethod,
         Dense,
         Projections,
+        PyramidKV,
+        SnapKV,
         Span,
+        Strided,
+        Window,
         empty_cache,
         fork,
         truncate,
@@ -33,7 +38,8 @@ if TYPE_CHECKING:
     from sparse_jax.sampling import SamplingParams
 
 _MODULES = {
-    "caches": "Cache CacheMethod Dense Projections Span empty_cache fork truncate",
+    "caches": "Cache CacheMethod Dense H2O Projections PyramidKV SnapKV Span Strided Window "
+    "empty_cache fork truncate",
     "chat": "encode_chat encode_text new_part",
     "config": "ConfigError ModelConfig RopeConfig",
     "generation": "GenerateOutput Timings generate generate_timed stream",
@@ -51,13 +57,18 @@ __all__ = [
     "ConfigError",
     "Dense",
     "GenerateOutput",
+    "H2O",
     "Model",
     "ModelConfig",
     "Projections",
+    "PyramidKV",
     "RopeConfig",
     "SamplingParams",
+    "SnapKV",
     "Span",
+    "Strided",
     "Timings",
+    "Window",
     "abstract_params",
     "decode_step",
     "empty_cache",
