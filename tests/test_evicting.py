@@ -11,6 +11,7 @@ import pytest
 from cache_methods import new_cache
 
 from sparse_jax.caches import H2O, Projections, PyramidKV, SnapKV, Span
+from sparse_jax.caches.choosing import best_positions
 from sparse_jax.caches.kept import held_positions
 from sparse_jax.config import ModelConfig
 
@@ -207,6 +208,25 @@ def test_snapkv_keeps_what_its_rule_says(method, budgets):
             assert_kept_rows_are_the_tokens((state.keys[0], state.values[0]), positions, row)
 
 
+def test_neighbours_and_ties():
+    """The window's mass helps no token before it, sinks' does; of equals the earlier are kept."""
+    mass = np.zeros((1, 3, 16), np.float32)
+    mass[0, 0, [6, 12, 13]] = 1, 9, 9  # of 14 tokens the last two are the window
+    mass[0, 1, [0, 8]] = 9, 1
+    mass[0, 2, 5:12] = 1
+    mass[0, 2, 14:] = np.nan  # no tokens
+    lengths, counts = np.array([14], np.int32), np.array([7], np.int32)
+    kept = best_positions(
+        jnp.asarray(mass), jnp.asarray(lengths), jnp.asarray(counts), most=9, window=2, sinks=1,
+        pool=3,
+    )  # fmt: skip
+    assert np.asarray(kept)[0].tolist() == [
+        [0, 1, 5, 6, 7, 12, 13, -1, -1],
+        [0, 1, 7, 8, 9, 12, 13, -1, -1],
+        [0, 4, 5, 6, 7, 12, 13, -1, -1],
+    ]
+
+
 @pytest.mark.parametrize("limit", [None, 60])
 def test_after_snapkv_attention_is_dense_under_the_mask(limit):
     """Further turns in chunks of any size and steps, in place; a fork sees nothing of another."""
@@ -231,9 +251,8 @@ def test_after_snapkv_attention_is_dense_under_the_mask(limit):
             at = kept[row, head]
             seen = [*at[at >= 0], *range(start, t + 1)]
             seen = [p for p in seen if limit is None or t - p < limit]
-            source = [p if p < start else p for p in seen]
-            each = weights_of(query[row, t, h], key[row, source, head])
-            out[h] = each @ value[row, source, head].astype(np.float64)
+            each = weights_of(query[row, t, h], key[row, seen, head])
+            out[h] = each @ value[row, seen, head].astype(np.float64)
         return out
 
     for sizes in ([20], [7, 13], [13, *[1] * 7]):
