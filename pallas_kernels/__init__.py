@@ -11,7 +11,6 @@ from pallas_kernels.pages import (
     gather_tokens,
     new_pages,
     read_slots,
-    slot_rows,
     write_slots,
 )
 from pallas_kernels.patterns import Pattern
@@ -41,7 +40,6 @@ __all__ = [
     "read_slots",
     "reference_attention",
     "slot_attention",
-    "slot_rows",
     "summarize_pages",
     "token_scores",
     "top_k",

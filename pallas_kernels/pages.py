@@ -95,7 +95,7 @@ def write_slots(
     """
     batch, _, kv_heads, dim = new.shape
     size, count = pages.shape[1], pages_per_sequence(pages, batch, kv_heads)
-    row = slot_rows(slots, size, count)
+    row = _slot_rows(slots, size, count)
     flat = pages.reshape(-1, dim)
     # Aimed past the end, where it is dropped: a negative index would wrap.
     row = jnp.where((slots >= 0) & (slots < count * size), row, flat.shape[0])
@@ -109,11 +109,11 @@ def read_slots(
     """The tokens of some slots of every KV head (a copy). -1 reads slot 0."""
     batch, kv_heads, _ = slots.shape
     size, count = pages.shape[1], pages_per_sequence(pages, batch, kv_heads)
-    row = slot_rows(jnp.clip(slots, 0, count * size - 1), size, count)
+    row = _slot_rows(jnp.clip(slots, 0, count * size - 1), size, count)
     return pages.reshape(-1, pages.shape[2]).at[row].get(mode="promise_in_bounds").swapaxes(1, 2)
 
 
-def slot_rows(slots: Int32[Array, "B K T"], size: int, count: int) -> Int32[Array, "B K T"]:
+def _slot_rows(slots: Int32[Array, "B K T"], size: int, count: int) -> Int32[Array, "B K T"]:
     """Which row of a pool seen as `[N * P, D]` each slot of each KV head is."""
     batch, kv_heads, _ = slots.shape
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]

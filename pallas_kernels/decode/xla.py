@@ -19,6 +19,7 @@ from pallas_kernels.page_lists import PageList, contiguous_table, list_pages
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.quant.reference import dequantize
+from pallas_kernels.twin_rows import with_twin
 from pallas_kernels.types import AttentionOutput
 
 # Measured on two cores with 1 MiB of second-level cache each: the keys of a chunk, in bytes where
@@ -92,10 +93,7 @@ def decode_attention(
             _strided(pools, lengths, kv_heads, pattern, table, chunk, query.dtype),
         ]
     grouped = query.reshape(batch, 1, kv_heads, group, dim)
-    # XLA's CPU back end multiplies a single 16-bit row by widening all keys in a copy; a twin row
-    # avoids that and costs next to nothing where memory is the bound.
-    twin = group == 1 and query.dtype.itemsize == 2
-    rows = jnp.repeat(grouped, 2, axis=3) if twin else grouped
+    rows = with_twin(grouped, axis=3)
     if (
         pattern.is_dense
         and table is None

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.quant.pages import QuantizedPages
 from pallas_kernels.quant.reference import dequantize
+from pallas_kernels.twin_rows import with_twin
 from pallas_kernels.types import AttentionOutput
 
 # Bytes of float32 scores at a time, about.
@@ -37,7 +38,7 @@ def slot_attention(
         value = jnp.where(seen.any(1)[..., None], value, 0)
         added = jnp.einsum(
             "nrs,nsd->nrd",
-            _twin(weights.astype(value.dtype)),
+            with_twin(weights.astype(value.dtype), axis=1),
             value,
             preferred_element_type=jnp.float32,
         )
@@ -82,11 +83,6 @@ def attention_mass(
 
     slots = positions.shape[2]
     return cut.loop(turn, jnp.zeros((batch, kv_heads, slots), jnp.float32))
-
-
-def _twin(rows: Float[Array, "n r d"]) -> Float[Array, "n r d"]:
-    """A single 16-bit row twice: XLA's CPU back end would widen all that it is multiplied with."""
-    return jnp.repeat(rows, 2, axis=1) if rows.shape[1] == 1 and rows.dtype.itemsize == 2 else rows
 
 
 class _Cut(NamedTuple):
@@ -168,7 +164,7 @@ class _Cut(NamedTuple):
         scores = jnp.einsum(
             "nsd,nrd->nsr",
             self.pages(pool, index),
-            _twin(spread.reshape(-1, rows, dim)),
+            with_twin(spread.reshape(-1, rows, dim), axis=1),
             preferred_element_type=jnp.float32,
         )[:, :, :rows]
         return jnp.where(seen, scores.swapaxes(1, 2) * dim**-0.5, -jnp.inf), seen

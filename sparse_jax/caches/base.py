@@ -6,6 +6,7 @@ know only what is written here, and methods may come from other packages.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -164,8 +165,13 @@ def promised_bytes(
     method: CacheMethod, config: ModelConfig, batch: int, capacity: int, dtype: Any
 ) -> int:
     """Bytes of what `init` makes, from its shapes alone: for methods to promise."""
-    state = jax.eval_shape(lambda: method.init(config, batch, capacity, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return bytes_of(lambda: method.init(config, batch, capacity, dtype))
+
+
+def bytes_of(make: Callable[[], Any]) -> int:
+    """Bytes of the arrays in what `make` would return; it is traced, not run."""
+    leaves = jax.tree.leaves(jax.eval_shape(make))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def context_limit(config: ModelConfig) -> int:

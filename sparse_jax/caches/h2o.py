@@ -2,6 +2,7 @@
 of Large Language Models", arXiv 2306.14048."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from sparse_jax.caches.held import Held
 from sparse_jax.caches.layers import (
     check_dtypes,
     check_int,
-    new_pages,
+    new_pools,
     page_layout,
     query_positions,
     with_layer,
@@ -88,24 +89,19 @@ class H2O:
             most_tokens(of_layer(self.budget, layer), capacity, self._least)
             for layer in range(config.num_layers)
         )
-        heads = config.num_kv_heads
-        sizes = [page_layout(each) for each in slots]
-
-        def pools():
-            return tuple(
-                new_pages(batch, heads, count, size, config.head_dim, dtype)
-                for count, size in sizes
-            )
+        keys, values = (new_pools(config, batch, slots, dtype) for _ in range(2))
 
         def each_slot(make):
             return tuple(
-                make((batch, heads, count * size)) if most < capacity else None
-                for most, (count, size) in zip(slots, sizes, strict=True)
+                make((batch, config.num_kv_heads, math.prod(page_layout(most))))
+                if most < capacity
+                else None
+                for most in slots
             )
 
         return H2OState(
-            keys=pools(),
-            values=pools(),
+            keys=keys,
+            values=values,
             positions=each_slot(lambda shape: jnp.full(shape, -1, jnp.int32)),
             mass=each_slot(lambda shape: jnp.zeros(shape, jnp.float32)),
             lengths=jnp.zeros(batch, jnp.int32),

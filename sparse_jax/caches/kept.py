@@ -22,7 +22,7 @@ from pallas_kernels import (
     read_slots,
     slot_attention,
 )
-from sparse_jax.caches.base import Projections, Span, promised_bytes
+from sparse_jax.caches.base import Projections, Span, bytes_of, promised_bytes
 from sparse_jax.caches.budgets import Budget, most_tokens, tokens_of
 from sparse_jax.caches.choosing import (
     all_positions,
@@ -184,10 +184,9 @@ class KeptMethod:
         self, config: ModelConfig, batch: int, capacity: int, room: int, dtype: Any
     ) -> int:
         """Of the state that `finish_prefill` leaves, with `room` tokens to come."""
-        state = jax.eval_shape(
+        return bytes_of(
             lambda: self.finish_prefill(config, self.init(config, batch, capacity, dtype), room)
         )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
     @property
     def _least(self) -> int:

@@ -31,13 +31,20 @@ def page_layout(slots: int, page: int = LONG_PAGE) -> tuple[int, int]:
 
 
 def new_pools(
-    config: ModelConfig, batch: int, slots: int, dtype: Any, page: int = LONG_PAGE
+    config: ModelConfig,
+    batch: int,
+    slots: int | tuple[int, ...],
+    dtype: Any,
+    page: int = LONG_PAGE,
 ) -> tuple[jax.Array, ...]:
-    """Zeroed pages with `slots` slots and more for each sequence, one array a layer."""
-    count, size = page_layout(slots, page)
+    """Zeroed pages for each sequence, one array a layer.
+
+    slots: that each head has at the least, of every layer, or of each.
+    """
+    each = slots if isinstance(slots, tuple) else (slots,) * config.num_layers
     return tuple(
-        new_pages(batch, config.num_kv_heads, count, size, config.head_dim, dtype)
-        for _ in range(config.num_layers)
+        new_pages(batch, config.num_kv_heads, *page_layout(many, page), config.head_dim, dtype)
+        for many in each
     )
 
 

@@ -7,7 +7,7 @@ RoPE of their true positions, so decode is dense attention over that prefix, wha
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,35 @@ class RingState:
     lengths: Int32[Array, " B"]
 
 
+class _Slots(NamedTuple):
+    """Tokens in pages, and where the one in each slot stands: -1 for an empty slot."""
+
+    keys: Float[Array, "N P D"]
+    values: Float[Array, "N P D"]
+    positions: Int32[Array, "B S"]
+    kv_heads: int
+
+    @classmethod
+    def of(cls, tokens: list[Array], positions: Int32[Array, "B S"]) -> "_Slots":
+        """Of keys and values [B, S, K, D]."""
+        keys, values = (to_pages(each) for each in tokens)
+        batch, slots, kv_heads, _ = tokens[0].shape
+        spare = keys.shape[0] * keys.shape[1] // (batch * kv_heads) - slots
+        positions = jnp.pad(positions, ((0, 0), (0, spare)), constant_values=-1)
+        return cls(keys, values, positions, kv_heads)
+
+    def attend(self, query, first, last) -> AttentionOutput:
+        return slot_attention(
+            query,
+            self.keys,
+            self.values,
+            self.positions[:, None],
+            first,
+            last,
+            kv_heads=self.kv_heads,
+        )
+
+
 class RingMethod:
     """The cache protocol for kept positions that `window`, `sinks` and `stride` fix."""
 
@@ -85,13 +114,15 @@ class RingMethod:
         held = [gather_tokens(pool, batch, kv_heads) for pool in pools]
         # What the chunk can see: the slots before it, and itself.
         both = [jnp.concatenate(each, axis=1) for each in zip(held, fresh, strict=True)]
-        limit = config.windows[layer]
-        if limit is None:
-            out = self._attend_near(projected.query, both, span)
-            if self.stride is not None:
-                out = merge_attention(out, self._attend_far(projected.query, both, span, None))
+        query, limit = projected.query, config.windows[layer]
+        at = query_positions(span.starts, query.shape[1])
+        slots = _Slots.of(both, self._chunk_positions(span, held[0].shape[1], query.shape[1]))
+        if limit is not None:
+            out = self._attend_limited(query, slots, at, limit)
         else:
-            out = self._attend_limited(projected.query, both, span, limit)
+            out = self._attend_near(query, both, span)
+            if self.stride is not None:
+                out = merge_attention(out, self._attend_far(query, slots, at, None))
         source = self._sources(span, held[0].shape[1])
         after = [
             to_pages(jnp.take_along_axis(each, source[:, :, None, None], axis=1), pool.shape[1])
@@ -131,10 +162,10 @@ class RingMethod:
                 projected.query[:, 0], keys, values, self._filled(lengths), kv_heads=kv_heads
             )
             return out[:, None], state
-        held = [gather_tokens(pool, lengths.shape[0], kv_heads) for pool in (keys, values)]
-        alone = Span(lengths, jnp.zeros_like(lengths))  # no token besides the slots
+        count = keys.shape[0] * keys.shape[1] // (lengths.shape[0] * kv_heads)
+        slots = _Slots(keys, values, self._positions(lengths, count), kv_heads)
         at = (lengths - 1)[:, None]
-        return self._attend_limited(projected.query, held, alone, limit, at).out, state
+        return self._attend_limited(projected.query, slots, at, limit).out, state
 
     def advance(
         self, config: ModelConfig, state: RingState, counts: Int32[Array, " B"]
@@ -225,50 +256,31 @@ class RingMethod:
             sinks=self.sinks,
         )
 
-    def _attend_far(self, query, both, span: Span, limit: int | None, at=None) -> AttentionOutput:
+    def _attend_far(self, query, slots: "_Slots", at, limit: int | None) -> AttentionOutput:
         """What is kept though it has left the window, and that the model's own window allows."""
-        positions = self._all_positions(both, query, span, at)
-        kept = self._is_kept(positions, sinks=limit is not None)
-        at = query_positions(span.starts, query.shape[1]) if at is None else at
+        kept = self._is_kept(slots.positions, sinks=limit is not None)
+        kept = slots._replace(positions=jnp.where(kept, slots.positions, -1))
         first = jnp.zeros_like(at) if limit is None else at - limit + 1
-        return self._over_slots(
-            query, both, jnp.where(kept, positions, -1), first, at - self.window
-        )
+        return kept.attend(query, first, at - self.window)
 
-    def _attend_limited(self, query, both, span: Span, limit: int, at=None) -> AttentionOutput:
+    def _attend_limited(self, query, slots: "_Slots", at, limit: int) -> AttentionOutput:
         """All of it, for a layer whose own window is `limit` tokens."""
-        positions = self._all_positions(both, query, span, at)
-        place = query_positions(span.starts, query.shape[1]) if at is None else at
-        first = place - min(limit, self.window) + 1
-        near = self._over_slots(query, both, positions, first, place)
+        near = slots.attend(query, at - min(limit, self.window) + 1, at)
         if limit <= self.window:
             return near
-        return merge_attention(near, self._attend_far(query, both, span, limit, at))
+        return merge_attention(near, self._attend_far(query, slots, at, limit))
 
-    def _all_positions(self, both, query, span: Span, at) -> Int32[Array, "B S"]:
-        """Of the slots before a chunk and of the chunk's tokens; of the slots alone in decode."""
-        if at is not None:
-            return self._positions(span.starts, both[0].shape[1])
-        tokens = query.shape[1]
-        before = self._positions(span.starts, both[0].shape[1] - tokens)
-        offset = jnp.arange(tokens, dtype=jnp.int32)
-        chunk = jnp.where(offset < span.counts[:, None], span.starts[:, None] + offset, -1)
-        return jnp.concatenate([before, chunk], axis=1)
+    def _chunk_positions(self, span: Span, slots: int, tokens: int) -> Int32[Array, "B S"]:
+        """Of the tokens in the slots before a chunk, and of the chunk's."""
+        at = query_positions(span.starts, tokens)
+        chunk = jnp.where(jnp.arange(tokens) < span.counts[:, None], at, -1)
+        return jnp.concatenate([self._positions(span.starts, slots), chunk], axis=1)
 
     def _is_kept(self, position: Array, sinks: bool) -> Bool[Array, "B S"]:
         kept = (position < self.sinks) if sinks else jnp.zeros(position.shape, bool)
         if self.stride is not None:
             kept |= (position >= self.sinks) & (position % self.stride == 0)
         return kept
-
-    def _over_slots(self, query, both, positions, first, last) -> AttentionOutput:
-        keys, values = (to_pages(each) for each in both)
-        spare = keys.shape[0] * keys.shape[1] // (query.shape[0] * both[0].shape[2])
-        spare -= positions.shape[1]
-        positions = jnp.pad(positions, ((0, 0), (0, spare)), constant_values=-1)
-        return slot_attention(
-            query, keys, values, positions[:, None], first, last, kv_heads=both[0].shape[2]
-        )
 
 
 def _replaced(state: RingState, layer: int, keys: Array, values: Array) -> RingState:
