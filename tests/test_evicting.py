@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_methods import new_cache
+from feeding import feed_rows, feeder
 
 from sparse_jax.caches import H2O, Projections, PyramidKV, SnapKV, Span
 from sparse_jax.caches.choosing import best_positions
@@ -49,39 +50,10 @@ def weights_of(query, keys):
     return each / each.sum()
 
 
-def feeder(method, model):
-    @functools.partial(jax.jit, static_argnames=("name", "layer"))
-    def feed(state, projected, span, name, layer=0):
-        return getattr(method, name)(model, state, layer, projected, span)
-
-    return feed
-
-
-def run(method, model, chunk, steps=0, layers=1):
+def run(method, model, chunk, steps=0):
     """The two rows in chunks, the last `steps` tokens one by one (of the first row only)."""
     state = new_cache(method, 2, 304, model).state
-    feed = feeder(method, model)
-    outs, at = [], 0
-    while at < LENGTHS[0]:
-        decode = at >= LENGTHS[0] - steps
-        size = 1 if decode else chunk
-        stop = min(at + size, LENGTHS[0] if decode else LENGTHS[0] - steps)
-        counts = np.clip(np.array(LENGTHS) - at, 0, stop - at).astype(np.int32)
-        padded = []
-        for tokens in projections():
-            part = np.full((2, size, *tokens.shape[2:]), np.nan, np.float32)
-            for row, count in enumerate(counts):
-                part[row, :count] = tokens[row, at : at + count]
-            padded.append(part)
-        query, key, value = padded
-        span = Span(state.lengths, jnp.asarray(counts))
-        name = "decode" if decode else "prefill"
-        for layer in range(layers):
-            out, state = feed(state, Projections(query, key, key, value), span, name, layer)
-        state = method.advance(model, state, span.counts)
-        outs.append(np.asarray(out)[:, : stop - at])
-        at = stop
-    return np.concatenate(outs, 1), state
+    return feed_rows(method, model, state, projections(), LENGTHS, chunk=chunk, steps=steps)
 
 
 def h2o_reference(method, row, length, limit):
@@ -281,7 +253,7 @@ def test_after_snapkv_attention_is_dense_under_the_mask(limit):
 
 def test_pyramid_budgets_fall_and_have_the_same_total():
     method, model = PyramidKV(budget=64, window=8), config(layers=4)
-    _, state = run(method, model, 300, layers=4)
+    _, state = run(method, model, 300)
     state = method.finish_prefill(model, state, 0)
     sizes = []
     for layer in range(4):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_numpy import visible
 from cache_methods import new_cache
+from feeding import feed_rows
 
 from sparse_jax.caches import Projections, Span, Strided, Window
 from sparse_jax.config import ModelConfig
@@ -26,6 +27,8 @@ CASES = [
     (Strided(window=8, stride=32, sinks=2), None),
     (Strided(window=8, stride=5, sinks=4), 6),
     (Strided(window=8, stride=5, sinks=4), 21),
+    (Window(window=68, sinks=2), None),  # slots on more than one page
+    (Strided(window=60, stride=1, sinks=0), 63),
 ]
 each = pytest.mark.parametrize("method,limit", CASES, ids=str)
 
@@ -59,31 +62,7 @@ def run(method, limit, chunk, steps, ends=(LENGTH, 50)):
         num_layers=1, windows=(limit,), num_heads=6, num_kv_heads=2, hidden_size=96
     )
     state = new_cache(method, 2, 80, config).state
-
-    @functools.partial(jax.jit, static_argnames="name")
-    def feed(state, projected, span, name):
-        out, state = getattr(method, name)(config, state, 0, projected, span)
-        return out, method.advance(config, state, span.counts)
-
-    outs, at = [], 0
-    while at < LENGTH:
-        decode = at >= LENGTH - steps
-        size = 1 if decode else chunk
-        stop = min(at + size, LENGTH if decode else LENGTH - steps)
-        counts = np.clip(np.array(ends) - at, 0, stop - at).astype(np.int32)
-        padded = []
-        for tokens in projections():
-            part = np.full((2, size, *tokens.shape[2:]), np.nan, np.float32)  # padding: anything
-            for row, count in enumerate(counts):
-                part[row, :count] = tokens[row, at : at + count]
-            padded.append(part)
-        query, key, value = padded
-        projected = Projections(query, key, key, value)
-        span = Span(state.lengths, jnp.asarray(counts))
-        out, state = feed(state, projected, span, name="decode" if decode else "prefill")
-        outs.append(np.asarray(out)[:, : stop - at])
-        at = stop
-    return np.concatenate(outs, 1), state
+    return feed_rows(method, config, state, projections(), ends, chunk=chunk, steps=steps)
 
 
 # Chunk and steps of decode behind the chunks.
